@@ -1,0 +1,30 @@
+"""What a caller asks for, before it is checked and planned (`omni.planning`)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proto.ids import StageName
+from proto.messages import ChatMessage
+from proto.params import Json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One request. Exactly one of `prompt` and `messages` is needed.
+
+    `outputs` are the stages whose output is wanted (None: every visible one); stages that those do not need are skipped.
+    `params` override the deploy's `defaults`, per stage. `images` go to the stages that take an `image` and have no edge
+    for it: uint8 (n, height, width, 3). Requests of one `affinity` go to the same replicas while those live.
+    """
+
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    images: "NDArray[np.uint8] | None" = None
+    outputs: tuple[StageName, ...] | None = None
+    params: Mapping[StageName, Mapping[str, Json]] = field(default_factory=dict)
+    affinity: str | None = None

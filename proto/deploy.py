@@ -1,0 +1,205 @@
+"""The deploy: everything that one YAML file says, as frozen structs. `launch.deploy_file` reads it, strictly.
+
+Defaults stand here and nowhere else. A field's docs are the comment beside it; the README's table is checked against
+this file by a test. Durations are seconds and sizes are bytes; in YAML both may carry a unit ("10s", "500ms", "2GiB").
+"""
+
+import enum
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from proto.ids import StageName
+from proto.params import DiffusionParams, SamplingParams
+
+DURATION: Final = "duration"
+SIZE: Final = "size"
+SHORTHAND: Final = "shorthand"
+
+Seconds = Annotated[float, Meta(gt=0, extra={"unit": DURATION})]
+Bytes = Annotated[int, Meta(ge=1, extra={"unit": SIZE})]
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+
+
+class Kind(enum.Enum):
+    """What travels along an edge, and what a visible output is."""
+
+    TEXT = "text"
+    TOKENS = "tokens"
+    HIDDEN = "hidden"
+    KV = "kv"
+    LATENTS = "latents"
+    IMAGE = "image"
+    AUDIO = "audio"
+    VIDEO = "video"
+
+
+class Balance(enum.Enum):
+    RANDOM = "random"
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"
+
+
+class Via(enum.Enum):
+    AUTO = "auto"  # the best way that both ends have; today that is the master
+    MASTER = "master"
+
+
+class OnPayloadLoss(enum.Enum):
+    FAIL = "fail"
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every mapping in the deploy."""
+
+
+class MasterSpec(_Section):
+    bind: str = "tcp://127.0.0.1:5570"  # control socket; port 0 lets the system pick one
+    data_port: Port = 0  # data socket, same address; 0 lets the system pick one
+    heartbeat: Seconds = 1.0  # how often stages report progress
+    suspect_after: Seconds = 3.0  # silence after which a replica gets no new work
+    dead_after: Seconds = 10.0  # silence after which its requests are given up
+    load_stall: Seconds = 300.0  # a loading stage that reports nothing for so long has failed
+    insecure: bool = False  # allow addresses other than loopback without authentication
+
+
+class ApiSpec(_Section):
+    host: str = "127.0.0.1"
+    port: Port = 8091  # 0 lets the system pick one
+    max_body_bytes: Bytes = 32 << 20  # larger HTTP bodies get 413
+
+
+class LimitsSpec(_Section):
+    max_requests: Count = 256  # requests at work in stages at one time
+    max_queued: Annotated[int, Meta(ge=0)] = 256  # requests waiting for that; beyond it callers get 429
+    max_payload_bytes: Bytes = 2 << 30  # one payload on one edge
+    max_frame_bytes: Bytes = 1 << 30  # one ZeroMQ frame
+    max_prompt_chars: Count = 100_000
+    max_images: Count = 10  # images in one request
+    request_timeout: Seconds | None = None  # a request still running after so long fails with 504
+
+
+class ModelSpec(_Section):
+    path: str | None = None  # checkpoint folder, GGUF file, or demo://NAME
+    dtype: Annotated[str, Meta(pattern="^(auto|float32|bfloat16|float16)$")] = "auto"
+    pipeline_class: str | None = None  # diffusers class to use instead of the one in model_index.json
+
+
+class Link(_Section, rename={"source": "from"}):
+    """One input: `stage.output`. With `companion`, each request also sends a second, unconditional prompt through the
+    source stage for classifier-free guidance; both are admitted together and fail together."""
+
+    source: Annotated[str, Meta(extra={SHORTHAND: True})]  # "thinker.text"
+    companion: str | None = None  # request field that holds the companion's prompt: negative_prompt
+
+
+class EdgeSpec(_Section):
+    """How this stage's inputs travel."""
+
+    via: Via = Via.AUTO
+    deadline: Seconds = 10.0  # the consumer gives a payload up after so long
+    lease: Seconds = 60.0  # the source keeps a payload that nobody took for so long
+    on_payload_loss: OnPayloadLoss = OnPayloadLoss.FAIL
+
+
+class PromptSpec(_Section):
+    """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
+
+    system: str | None = None
+    template: str = "{prompt}"
+
+
+class ArEngineSpec(_Section):
+    use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
+    max_num_seqs: Count = 16  # sequences that run at one time
+    max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
+    kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all
+    options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
+
+
+class DiffusionEngineSpec(_Section):
+    use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
+    options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
+
+
+class _Stage(_Section, tag_field="kind"):
+    model: ModelSpec = ModelSpec()
+    devices: tuple[str, ...] = ("cpu",)  # one per local replica, reused in turn: cpu, cuda:0, mps
+    replicas: Count = 1  # how many must be ready before requests are taken
+    local: Annotated[int, Meta(ge=0)] | None = None  # how many of them the launcher starts here; default: all
+    max_replicas: Count | None = None  # slots, for replicas that join later; default: `replicas`
+    threads: Count | None = None  # CPU threads of one replica; default: cores shared by the local replicas
+    env: dict[str, str] = {}  # further environment of the local replicas
+    inputs: dict[str, Link] = {}
+    edge: EdgeSpec = EdgeSpec()
+    output: Kind | None = None  # what a caller may ask of this stage
+    balance: Balance = Balance.LEAST_LOADED
+    max_in_flight: Count = 64  # requests that one replica may hold
+
+    @property
+    def slots(self) -> int:
+        """Replica numbers 0..slots-1 may register."""
+        return max(self.replicas, self.max_replicas or self.replicas)
+
+    @property
+    def local_replicas(self) -> int:
+        return self.replicas if self.local is None else min(self.local, self.replicas)
+
+
+class ArStage(_Stage, tag="ar"):
+    """A causal language model."""
+
+    engine: ArEngineSpec = ArEngineSpec()
+    defaults: SamplingParams = SamplingParams()
+    prompt: PromptSpec = PromptSpec()
+
+
+class DiffusionStage(_Stage, tag="diffusion"):
+    """A diffusers pipeline."""
+
+    engine: DiffusionEngineSpec = DiffusionEngineSpec()
+    defaults: DiffusionParams = DiffusionParams()
+
+
+StageSpec = ArStage | DiffusionStage
+
+
+class Deploy(_Section):
+    name: Name
+    stages: Annotated[dict[Name, StageSpec], Meta(min_length=1)]
+    master: MasterSpec = MasterSpec()
+    api: ApiSpec = ApiSpec()
+    limits: LimitsSpec = LimitsSpec()
+
+    def stage(self, name: StageName) -> StageSpec:
+        return self.stages[name]
+
+
+OUTPUTS: Final[dict[str, dict[str, Kind]]] = {
+    "ar": {"text": Kind.TEXT, "tokens": Kind.TOKENS, "hidden": Kind.HIDDEN, "kv": Kind.KV},
+    "diffusion": {"image": Kind.IMAGE, "latents": Kind.LATENTS, "audio": Kind.AUDIO, "video": Kind.VIDEO},
+}
+"""What the stages of a kind can give, by the name after the dot in `stage.output`."""
+
+INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
+    "ar": {"prompt": (Kind.TEXT,), "tokens": (Kind.TOKENS,)},
+    "diffusion": {
+        "prompt": (Kind.TEXT,),
+        "negative_prompt": (Kind.TEXT,),
+        "kv": (Kind.KV,),
+        "image": (Kind.IMAGE,),
+        "latents": (Kind.LATENTS,),
+        "prompt_embeds": (Kind.HIDDEN,),
+        "prior_token_ids": (Kind.TOKENS,),
+        "generated_prompt_embeds": (Kind.HIDDEN,),
+    },
+}
+"""What the stages of a kind can take, and the kinds of edge that fit each input."""
+
+
+def kind_of(stage: StageSpec) -> str:
+    """The stage's tag in the YAML: ar or diffusion."""
+    return "ar" if isinstance(stage, ArStage) else "diffusion"

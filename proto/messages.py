@@ -1,0 +1,434 @@
+"""Every message that crosses a socket: one tagged union per lane and direction.
+
+Control lane: small and rare (hello, heartbeat, abort, call). Data lane: requests, results and tensors. "Up" is stage to
+master. Nothing here is ever resolved by name at run time: a decoder knows its union, and refuses everything else.
+Each message names the epoch of the replica that sends or gets it; `seq` numbers a request's messages from one stage.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from proto.deploy import LimitsSpec, StageSpec
+from proto.errors import ErrorInfo
+from proto.ids import CallId, Epoch, LeaseId, PullId, RequestId, Session, StageName
+from proto.params import Json, Params
+from proto.tensors import TensorRef
+
+PROTOCOL: Final = 1
+"""Raised whenever a message changes its meaning. Peers with another number are refused."""
+
+Short = Annotated[str, Meta(max_length=256)]
+Note = Annotated[str, Meta(max_length=4096)]
+Index = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class _Message(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True, tag=True, tag_field="t"
+):
+    """Base of every message and of every value inside one."""
+
+
+class _DataMessage(_Message, kw_only=True):
+    tensors: tuple[TensorRef, ...] = ()  # tensor i is frame i behind the header
+
+
+# --- values: what inputs and outputs are made of ----------------------------------------------------------------------
+
+
+class Text(_Message, tag="text"):
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Short
+    content: str
+
+
+class Chat(_Message, tag="chat"):
+    messages: tuple[ChatMessage, ...]
+
+
+class Tokens(_Message, tag="tokens"):
+    ids: tuple[int, ...]
+
+
+class Tensor(_Message, tag="tensor"):
+    """Latents, embeddings or any other tensor, as it is."""
+
+    tensor: Index
+
+
+class Images(_Message, tag="images"):
+    """uint8, shape (n, height, width, 3 or 4). `seeds[k]` makes image k again alone."""
+
+    tensor: Index
+    seeds: tuple[int, ...] = ()
+
+
+class Audio(_Message, tag="audio"):
+    """float32 in -1..1, shape (n, channels, samples)."""
+
+    tensor: Index
+    sample_rate: int
+    seeds: tuple[int, ...] = ()
+
+
+class Video(_Message, tag="video"):
+    """uint8, shape (n, frames, height, width, 3)."""
+
+    tensor: Index
+    fps: float
+    seeds: tuple[int, ...] = ()
+
+
+class PayloadTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One named tensor of a payload. `checksum` is XXH3-64 of its bytes."""
+
+    name: Short
+    ref: TensorRef
+    checksum: int
+
+
+class Payload(_Message, tag="payload"):
+    """A descriptor: tensors that wait at their source under a lease until somebody pulls them.
+
+    `kind` is the edge's kind, `meta` what the consumer must know to use them (for KV: layer numbers, heads, head size,
+    tokens, position offset). `source` and `epoch` say who holds them.
+    """
+
+    lease: LeaseId
+    source: StageName
+    replica: int
+    epoch: Epoch
+    kind: str
+    items: tuple[PayloadTensor, ...]
+    meta: dict[str, Json] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.ref.nbytes for item in self.items)
+
+
+Value = Text | Chat | Tokens | Tensor | Images | Audio | Video | Payload
+
+
+# --- partial outputs --------------------------------------------------------------------------------------------------
+
+
+class Started(_Message, tag="started"):
+    """The request left the stage's queue after `queue_s` seconds."""
+
+    queue_s: float
+
+
+class TextDelta(_Message, tag="delta"):
+    """More of the answer. The deltas of a request, joined, are its text."""
+
+    text: str
+
+
+class Progress(_Message, tag="step"):
+    """`step` of `total` is done."""
+
+    step: int
+    total: int
+
+
+class Preview(_Message, tag="preview"):
+    """A small picture of the work so far: uint8 (n, height, width, 3)."""
+
+    step: int
+    tensor: Index
+
+
+Part = Started | TextDelta | Progress | Preview
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Seconds, measured by the stage. `detail` holds the engine's own parts: encode, denoise, decode, first_token."""
+
+    queue_s: float = 0.0  # received to started
+    run_s: float = 0.0  # started to finished
+    pull_s: float = 0.0  # waiting for payloads
+    detail: dict[str, float] = {}
+
+
+class StageInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a loaded stage says of itself, so that the master can refuse what it could not do."""
+
+    model: str = ""  # class of the model or pipeline
+    parameters: int = 0
+    dtype: str = ""
+    device: str = ""
+    inputs: tuple[str, ...] = ()  # inputs that it takes, by the names in `proto.deploy.INPUTS`
+    outputs: tuple[str, ...] = ()  # outputs that it can give
+    accepts: tuple[str, ...] = ()  # names allowed in `params.extra`
+    params: tuple[str, ...] | None = None  # fields of its params that mean something to it; None is all
+    size_multiple: int = 1  # width and height must be multiples of it
+    default_width: int | None = None
+    default_height: int | None = None
+    default_steps: int | None = None
+    context_length: int | None = None
+
+
+# --- control lane, up -------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag="hello"):
+    """The first message on a control connection. `nonce` makes a repeated Hello harmless."""
+
+    protocol: int
+    build: Short
+    stage: StageName
+    nonce: Short
+    host: Short
+    pid: int
+    replica: int | None = None  # None: any free slot
+    devices: tuple[Short, ...] = ()
+    config_hash: Short | None = None  # of the stage config that the worker has loaded already, if any
+
+
+class LoadProgress(_Message, tag="loading"):
+    epoch: Epoch
+    note: Note
+    done: float | None = None  # 0..1
+
+
+class Ready(_Message, tag="ready"):
+    epoch: Epoch
+    info: StageInfo
+    load_s: float
+
+
+class LoadFailed(_Message, tag="load_failed"):
+    epoch: Epoch
+    error: Note
+
+
+class Heartbeat(_Message, tag="beat"):
+    """`steps` is the engine thread's own counter: it stands still when the engine does."""
+
+    epoch: Epoch
+    steps: int
+    queued: int
+    running: int
+    step_s: float = 0.0  # moving average
+    leases: int = 0
+    lease_bytes: int = 0
+    rss_bytes: int = 0
+
+
+class Aborted(_Message, tag="aborted"):
+    """The request will use this replica no more, whether or not it was there."""
+
+    epoch: Epoch
+    request: RequestId
+
+
+class CallReply(_Message, tag="reply"):
+    epoch: Epoch
+    call: CallId
+    ok: bool
+    value: Json = None
+    error: Note = ""
+
+
+class Leaving(_Message, tag="leaving"):
+    """No new work, please. What is here will be finished."""
+
+    epoch: Epoch
+
+
+class Goodbye(_Message, tag="goodbye"):
+    """The last message of an epoch."""
+
+    epoch: Epoch
+    reason: Note = ""
+
+
+ControlUp = Hello | LoadProgress | Ready | LoadFailed | Heartbeat | Aborted | CallReply | Leaving | Goodbye
+
+
+# --- control lane, down -----------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message, tag="welcome"):
+    """The slot is yours. The stage's whole config is here: a headless worker has no YAML."""
+
+    session: Session
+    epoch: Epoch
+    replica: int
+    pipeline: Short
+    spec: StageSpec
+    limits: LimitsSpec
+    publishes: tuple[str, ...]  # outputs that some edge takes from this stage
+    data_port: int  # on the address that the worker reached the control socket by
+    heartbeat_s: float
+    config_hash: Short
+
+
+class Refuse(_Message, tag="refuse"):
+    """`code`: protocol | stage | slot | session | stopping. With `retry`, asking again later may work."""
+
+    code: Short
+    reason: Note
+    retry: bool = False
+
+
+class BeatAck(_Message, tag="beat_ack"):
+    epoch: Epoch
+
+
+class Abort(_Message, tag="abort"):
+    epoch: Epoch
+    request: RequestId
+
+
+class Call(_Message, tag="call"):
+    epoch: Epoch
+    call: CallId
+    method: Short
+    args: dict[str, Json] = {}
+
+
+class Drain(_Message, tag="drain"):
+    """Finish what is here, then say Goodbye and exit."""
+
+    epoch: Epoch
+
+
+class Shutdown(_Message, tag="shutdown"):
+    """Exit now."""
+
+    reason: Note = ""
+
+
+ControlDown = Welcome | Refuse | BeatAck | Abort | Call | Drain | Shutdown
+
+
+# --- data lane, up ----------------------------------------------------------------------------------------------------
+
+
+class Attach(_DataMessage, tag="attach"):
+    """The first message on a data connection."""
+
+    session: Session
+    epoch: Epoch
+
+
+class Chunk(_DataMessage, tag="chunk"):
+    request: RequestId
+    epoch: Epoch
+    seq: int
+    output: Short  # which output it is part of; "" for progress of the whole stage
+    part: Part
+
+
+class Published(_DataMessage, tag="published"):
+    """An output is there for the stages behind it, before the request is done here."""
+
+    request: RequestId
+    epoch: Epoch
+    seq: int
+    output: Short
+    value: Value
+
+
+class Result(_DataMessage, tag="result"):
+    """The stage is done with the request. `outputs` holds every output in `Submit.emit` and `.publish` not sent before."""
+
+    request: RequestId
+    epoch: Epoch
+    seq: int
+    outputs: dict[str, Value]
+    finish_reason: Short = "stop"
+    usage: Usage = Usage()
+    timings: Timings = Timings()
+
+
+class Failed(_DataMessage, tag="failed"):
+    request: RequestId
+    epoch: Epoch
+    seq: int
+    error: ErrorInfo
+
+
+class Pull(_DataMessage, tag="pull"):
+    """Consumer to master to source: send me that payload, in pieces."""
+
+    epoch: Epoch
+    pull: PullId
+    request: RequestId
+    lease: LeaseId
+    source: StageName
+    replica: int
+    source_epoch: Epoch
+
+
+class Piece(_DataMessage, tag="piece"):
+    """Source to master to consumer: items `first` and on of the lease, one frame each."""
+
+    epoch: Epoch
+    pull: PullId
+    first: Index
+
+
+class PullRefused(_DataMessage, tag="pull_refused"):
+    """Source (or master) to consumer: that payload cannot be had."""
+
+    epoch: Epoch
+    pull: PullId
+    reason: Note
+
+
+class Ack(_DataMessage, tag="ack"):
+    """Consumer to master to source: whole and correct; the lease may end."""
+
+    epoch: Epoch
+    pull: PullId
+
+
+class Nack(_DataMessage, tag="nack"):
+    """Consumer to master to source: not whole or not correct. The lease stands until it is released or expires."""
+
+    epoch: Epoch
+    pull: PullId
+    reason: Note
+
+
+DataUp = Attach | Chunk | Published | Result | Failed | Pull | Piece | PullRefused | Ack | Nack
+
+
+# --- data lane, down --------------------------------------------------------------------------------------------------
+
+
+class Attached(_DataMessage, tag="attached"):
+    epoch: Epoch
+
+
+class Submit(_DataMessage, tag="submit"):
+    """Run one request. `emit` names outputs to stream and return to the caller, `publish` those that go on an edge."""
+
+    request: RequestId
+    epoch: Epoch
+    inputs: dict[str, Value]
+    params: Params
+    emit: tuple[str, ...] = ()
+    publish: tuple[str, ...] = ()
+
+
+class Release(_DataMessage, tag="release"):
+    """Nobody will pull that lease any more."""
+
+    epoch: Epoch
+    lease: LeaseId
+
+
+DataDown = Attached | Submit | Pull | Piece | PullRefused | Ack | Nack | Release

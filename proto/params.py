@@ -1,0 +1,52 @@
+"""What a caller may set, per kind of stage. Strict and ranged: a value that passes here is one that a stage can use.
+
+None means "not set": the deploy's `defaults` apply, and below them the model's own. So a 0 is always honoured.
+"""
+
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Json: TypeAlias = Any
+"""User-supplied data: None, bool, int, float, str, list or dict of these. It is carried, never interpreted by the wire."""
+
+MAX_SEED = 2**63 - 1
+MAX_PIXELS_A_SIDE = 16384
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="ar"):
+    """How an AR stage picks tokens. Meanings follow the OpenAI API and `transformers.GenerationConfig`.
+
+    `extra` is for engines that are not ours; a name that the engine did not declare is refused before any work.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 is greedy
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None  # 0 is off
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    stop: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] | None = None
+    extra: dict[str, Json] | None = None
+
+
+class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="diffusion"):
+    """How a diffusion stage draws. Names and meanings follow diffusers' pipelines.
+
+    Image k of `num_images` uses the seed `seed + k`, so that it can be made again alone. `extra` holds further
+    arguments of the pipeline's `__call__`; a name that the pipeline does not have is refused before any work.
+    """
+
+    width: Annotated[int, Meta(ge=1, le=MAX_PIXELS_A_SIDE)] | None = None
+    height: Annotated[int, Meta(ge=1, le=MAX_PIXELS_A_SIDE)] | None = None
+    num_inference_steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
+    negative_prompt: str | None = None
+    num_images: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    extra: dict[str, Json] | None = None
+
+
+Params = SamplingParams | DiffusionParams

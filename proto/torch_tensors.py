@@ -1,0 +1,37 @@
+"""torch tensors to and from wire tensors. The only module of `proto` that imports torch: stages import it, the master never."""
+
+import warnings
+
+import torch
+
+from proto.errors import ProtocolError
+from proto.tensors import Dtype, TensorRef, WireTensor
+
+
+def to_wire(tensor: torch.Tensor) -> WireTensor:
+    """Describe a tensor of any shape, stride and device.
+
+    A contiguous CPU tensor is not copied: the caller must not write into it until it has been sent.
+    """
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        dtype = Dtype(name)
+    except ValueError:
+        raise ProtocolError(f"torch dtype {name!r} has no wire type") from None
+    ref = TensorRef(dtype, tuple(tensor.shape))
+    if tensor.numel() == 0:
+        return WireTensor(ref, b"")
+    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return WireTensor(ref, memoryview(flat.numpy()))
+
+
+def from_wire(tensor: WireTensor) -> torch.Tensor:
+    """A CPU tensor over the frame's own memory (not copied). Treat it as read-only."""
+    ref, data = tensor
+    ref.check(memoryview(data).nbytes)
+    dtype = getattr(torch, ref.dtype.value)  # the enum is closed: this never looks up text from the wire
+    if ref.nbytes == 0:
+        return torch.empty(ref.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the buffer is not writable; that is what we want
+        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(ref.shape)
