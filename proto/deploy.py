@@ -56,7 +56,7 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Base of every mapping in the deploy."""
 
 
-class MasterSpec(_Section):
+class MasterSpec(_Section, frozen=True):
     bind: str = "tcp://127.0.0.1:5570"  # control socket; port 0 lets the system pick one
     data_port: Port = 0  # data socket, same address; 0 lets the system pick one
     heartbeat: Seconds = 1.0  # how often stages report progress
@@ -66,13 +66,13 @@ class MasterSpec(_Section):
     insecure: bool = False  # allow addresses other than loopback without authentication
 
 
-class ApiSpec(_Section):
+class ApiSpec(_Section, frozen=True):
     host: str = "127.0.0.1"
     port: Port = 8091  # 0 lets the system pick one
     max_body_bytes: Bytes = 32 << 20  # larger HTTP bodies get 413
 
 
-class LimitsSpec(_Section):
+class LimitsSpec(_Section, frozen=True):
     max_requests: Count = 256  # requests at work in stages at one time
     max_queued: Annotated[int, Meta(ge=0)] = 256  # requests waiting for that; beyond it callers get 429
     max_payload_bytes: Bytes = 2 << 30  # one payload on one edge
@@ -82,13 +82,13 @@ class LimitsSpec(_Section):
     request_timeout: Seconds | None = None  # a request still running after so long fails with 504
 
 
-class ModelSpec(_Section):
+class ModelSpec(_Section, frozen=True):
     path: str | None = None  # checkpoint folder, GGUF file, or demo://NAME
     dtype: Annotated[str, Meta(pattern="^(auto|float32|bfloat16|float16)$")] = "auto"
     pipeline_class: str | None = None  # diffusers class to use instead of the one in model_index.json
 
 
-class Link(_Section, rename={"source": "from"}):
+class Link(_Section, frozen=True, rename={"source": "from"}):
     """One input: `stage.output`. With `companion`, each request also sends a second, unconditional prompt through the
     source stage for classifier-free guidance; both are admitted together and fail together."""
 
@@ -96,7 +96,7 @@ class Link(_Section, rename={"source": "from"}):
     companion: str | None = None  # request field that holds the companion's prompt: negative_prompt
 
 
-class EdgeSpec(_Section):
+class EdgeSpec(_Section, frozen=True):
     """How this stage's inputs travel."""
 
     via: Via = Via.AUTO
@@ -105,14 +105,14 @@ class EdgeSpec(_Section):
     on_payload_loss: OnPayloadLoss = OnPayloadLoss.FAIL
 
 
-class PromptSpec(_Section):
+class PromptSpec(_Section, frozen=True):
     """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
 
     system: str | None = None
     template: str = "{prompt}"
 
 
-class ArEngineSpec(_Section):
+class ArEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
     max_num_seqs: Count = 16  # sequences that run at one time
     max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
@@ -120,12 +120,12 @@ class ArEngineSpec(_Section):
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
-class DiffusionEngineSpec(_Section):
+class DiffusionEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
-class _Stage(_Section, tag_field="kind"):
+class _Stage(_Section, frozen=True, tag_field="kind"):
     model: ModelSpec = ModelSpec()
     devices: tuple[str, ...] = ("cpu",)  # one per local replica, reused in turn: cpu, cuda:0, mps
     replicas: Count = 1  # how many must be ready before requests are taken
@@ -149,7 +149,7 @@ class _Stage(_Section, tag_field="kind"):
         return self.replicas if self.local is None else min(self.local, self.replicas)
 
 
-class ArStage(_Stage, tag="ar"):
+class ArStage(_Stage, frozen=True, tag="ar"):
     """A causal language model."""
 
     engine: ArEngineSpec = ArEngineSpec()
@@ -157,7 +157,7 @@ class ArStage(_Stage, tag="ar"):
     prompt: PromptSpec = PromptSpec()
 
 
-class DiffusionStage(_Stage, tag="diffusion"):
+class DiffusionStage(_Stage, frozen=True, tag="diffusion"):
     """A diffusers pipeline."""
 
     engine: DiffusionEngineSpec = DiffusionEngineSpec()
@@ -167,7 +167,7 @@ class DiffusionStage(_Stage, tag="diffusion"):
 StageSpec = ArStage | DiffusionStage
 
 
-class Deploy(_Section):
+class Deploy(_Section, frozen=True):
     name: Name
     stages: Annotated[dict[Name, StageSpec], Meta(min_length=1)]
     master: MasterSpec = MasterSpec()

@@ -30,14 +30,14 @@ class _Message(
     """Base of every message and of every value inside one."""
 
 
-class _DataMessage(_Message, kw_only=True):
+class _DataMessage(_Message, frozen=True, kw_only=True):
     tensors: tuple[TensorRef, ...] = ()  # tensor i is frame i behind the header
 
 
 # --- values: what inputs and outputs are made of ----------------------------------------------------------------------
 
 
-class Text(_Message, tag="text"):
+class Text(_Message, frozen=True, tag="text"):
     text: str
 
 
@@ -46,28 +46,28 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     content: str
 
 
-class Chat(_Message, tag="chat"):
+class Chat(_Message, frozen=True, tag="chat"):
     messages: tuple[ChatMessage, ...]
 
 
-class Tokens(_Message, tag="tokens"):
+class Tokens(_Message, frozen=True, tag="tokens"):
     ids: tuple[int, ...]
 
 
-class Tensor(_Message, tag="tensor"):
+class Tensor(_Message, frozen=True, tag="tensor"):
     """Latents, embeddings or any other tensor, as it is."""
 
     tensor: Index
 
 
-class Images(_Message, tag="images"):
+class Images(_Message, frozen=True, tag="images"):
     """uint8, shape (n, height, width, 3 or 4). `seeds[k]` makes image k again alone."""
 
     tensor: Index
     seeds: tuple[int, ...] = ()
 
 
-class Audio(_Message, tag="audio"):
+class Audio(_Message, frozen=True, tag="audio"):
     """float32 in -1..1, shape (n, channels, samples)."""
 
     tensor: Index
@@ -75,7 +75,7 @@ class Audio(_Message, tag="audio"):
     seeds: tuple[int, ...] = ()
 
 
-class Video(_Message, tag="video"):
+class Video(_Message, frozen=True, tag="video"):
     """uint8, shape (n, frames, height, width, 3)."""
 
     tensor: Index
@@ -91,7 +91,7 @@ class PayloadTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: int
 
 
-class Payload(_Message, tag="payload"):
+class Payload(_Message, frozen=True, tag="payload"):
     """A descriptor: tensors that wait at their source under a lease until somebody pulls them.
 
     `kind` is the edge's kind, `meta` what the consumer must know to use them (for KV: layer numbers, heads, head size,
@@ -117,26 +117,26 @@ Value = Text | Chat | Tokens | Tensor | Images | Audio | Video | Payload
 # --- partial outputs --------------------------------------------------------------------------------------------------
 
 
-class Started(_Message, tag="started"):
+class Started(_Message, frozen=True, tag="started"):
     """The request left the stage's queue after `queue_s` seconds."""
 
     queue_s: float
 
 
-class TextDelta(_Message, tag="delta"):
+class TextDelta(_Message, frozen=True, tag="delta"):
     """More of the answer. The deltas of a request, joined, are its text."""
 
     text: str
 
 
-class Progress(_Message, tag="step"):
+class Progress(_Message, frozen=True, tag="step"):
     """`step` of `total` is done."""
 
     step: int
     total: int
 
 
-class Preview(_Message, tag="preview"):
+class Preview(_Message, frozen=True, tag="preview"):
     """A small picture of the work so far: uint8 (n, height, width, 3)."""
 
     step: int
@@ -181,7 +181,7 @@ class StageInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 # --- control lane, up -------------------------------------------------------------------------------------------------
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Message, frozen=True, tag="hello"):
     """The first message on a control connection. `nonce` makes a repeated Hello harmless."""
 
     protocol: int
@@ -195,24 +195,24 @@ class Hello(_Message, tag="hello"):
     config_hash: Short | None = None  # of the stage config that the worker has loaded already, if any
 
 
-class LoadProgress(_Message, tag="loading"):
+class LoadProgress(_Message, frozen=True, tag="loading"):
     epoch: Epoch
     note: Note
     done: float | None = None  # 0..1
 
 
-class Ready(_Message, tag="ready"):
+class Ready(_Message, frozen=True, tag="ready"):
     epoch: Epoch
     info: StageInfo
     load_s: float
 
 
-class LoadFailed(_Message, tag="load_failed"):
+class LoadFailed(_Message, frozen=True, tag="load_failed"):
     epoch: Epoch
     error: Note
 
 
-class Heartbeat(_Message, tag="beat"):
+class Heartbeat(_Message, frozen=True, tag="beat"):
     """`steps` is the engine thread's own counter: it stands still when the engine does."""
 
     epoch: Epoch
@@ -225,14 +225,14 @@ class Heartbeat(_Message, tag="beat"):
     rss_bytes: int = 0
 
 
-class Aborted(_Message, tag="aborted"):
+class Aborted(_Message, frozen=True, tag="aborted"):
     """The request will use this replica no more, whether or not it was there."""
 
     epoch: Epoch
     request: RequestId
 
 
-class CallReply(_Message, tag="reply"):
+class CallReply(_Message, frozen=True, tag="reply"):
     epoch: Epoch
     call: CallId
     ok: bool
@@ -240,13 +240,13 @@ class CallReply(_Message, tag="reply"):
     error: Note = ""
 
 
-class Leaving(_Message, tag="leaving"):
+class Leaving(_Message, frozen=True, tag="leaving"):
     """No new work, please. What is here will be finished."""
 
     epoch: Epoch
 
 
-class Goodbye(_Message, tag="goodbye"):
+class Goodbye(_Message, frozen=True, tag="goodbye"):
     """The last message of an epoch."""
 
     epoch: Epoch
@@ -259,7 +259,7 @@ ControlUp = Hello | LoadProgress | Ready | LoadFailed | Heartbeat | Aborted | Ca
 # --- control lane, down -----------------------------------------------------------------------------------------------
 
 
-class Welcome(_Message, tag="welcome"):
+class Welcome(_Message, frozen=True, tag="welcome"):
     """The slot is yours. The stage's whole config is here: a headless worker has no YAML."""
 
     session: Session
@@ -274,7 +274,7 @@ class Welcome(_Message, tag="welcome"):
     config_hash: Short
 
 
-class Refuse(_Message, tag="refuse"):
+class Refuse(_Message, frozen=True, tag="refuse"):
     """`code`: protocol | stage | slot | session | stopping. With `retry`, asking again later may work."""
 
     code: Short
@@ -282,29 +282,29 @@ class Refuse(_Message, tag="refuse"):
     retry: bool = False
 
 
-class BeatAck(_Message, tag="beat_ack"):
+class BeatAck(_Message, frozen=True, tag="beat_ack"):
     epoch: Epoch
 
 
-class Abort(_Message, tag="abort"):
+class Abort(_Message, frozen=True, tag="abort"):
     epoch: Epoch
     request: RequestId
 
 
-class Call(_Message, tag="call"):
+class Call(_Message, frozen=True, tag="call"):
     epoch: Epoch
     call: CallId
     method: Short
     args: dict[str, Json] = {}
 
 
-class Drain(_Message, tag="drain"):
+class Drain(_Message, frozen=True, tag="drain"):
     """Finish what is here, then say Goodbye and exit."""
 
     epoch: Epoch
 
 
-class Shutdown(_Message, tag="shutdown"):
+class Shutdown(_Message, frozen=True, tag="shutdown"):
     """Exit now."""
 
     reason: Note = ""
@@ -316,14 +316,14 @@ ControlDown = Welcome | Refuse | BeatAck | Abort | Call | Drain | Shutdown
 # --- data lane, up ----------------------------------------------------------------------------------------------------
 
 
-class Attach(_DataMessage, tag="attach"):
+class Attach(_DataMessage, frozen=True, tag="attach"):
     """The first message on a data connection."""
 
     session: Session
     epoch: Epoch
 
 
-class Chunk(_DataMessage, tag="chunk"):
+class Chunk(_DataMessage, frozen=True, tag="chunk"):
     request: RequestId
     epoch: Epoch
     seq: int
@@ -331,7 +331,7 @@ class Chunk(_DataMessage, tag="chunk"):
     part: Part
 
 
-class Published(_DataMessage, tag="published"):
+class Published(_DataMessage, frozen=True, tag="published"):
     """An output is there for the stages behind it, before the request is done here."""
 
     request: RequestId
@@ -341,7 +341,7 @@ class Published(_DataMessage, tag="published"):
     value: Value
 
 
-class Result(_DataMessage, tag="result"):
+class Result(_DataMessage, frozen=True, tag="result"):
     """The stage is done with the request. `outputs` holds every output in `Submit.emit` and `.publish` not sent before."""
 
     request: RequestId
@@ -353,14 +353,14 @@ class Result(_DataMessage, tag="result"):
     timings: Timings = Timings()
 
 
-class Failed(_DataMessage, tag="failed"):
+class Failed(_DataMessage, frozen=True, tag="failed"):
     request: RequestId
     epoch: Epoch
     seq: int
     error: ErrorInfo
 
 
-class Pull(_DataMessage, tag="pull"):
+class Pull(_DataMessage, frozen=True, tag="pull"):
     """Consumer to master to source: send me that payload, in pieces."""
 
     epoch: Epoch
@@ -372,7 +372,7 @@ class Pull(_DataMessage, tag="pull"):
     source_epoch: Epoch
 
 
-class Piece(_DataMessage, tag="piece"):
+class Piece(_DataMessage, frozen=True, tag="piece"):
     """Source to master to consumer: items `first` and on of the lease, one frame each."""
 
     epoch: Epoch
@@ -380,7 +380,7 @@ class Piece(_DataMessage, tag="piece"):
     first: Index
 
 
-class PullRefused(_DataMessage, tag="pull_refused"):
+class PullRefused(_DataMessage, frozen=True, tag="pull_refused"):
     """Source (or master) to consumer: that payload cannot be had."""
 
     epoch: Epoch
@@ -388,14 +388,14 @@ class PullRefused(_DataMessage, tag="pull_refused"):
     reason: Note
 
 
-class Ack(_DataMessage, tag="ack"):
+class Ack(_DataMessage, frozen=True, tag="ack"):
     """Consumer to master to source: whole and correct; the lease may end."""
 
     epoch: Epoch
     pull: PullId
 
 
-class Nack(_DataMessage, tag="nack"):
+class Nack(_DataMessage, frozen=True, tag="nack"):
     """Consumer to master to source: not whole or not correct. The lease stands until it is released or expires."""
 
     epoch: Epoch
@@ -409,11 +409,11 @@ DataUp = Attach | Chunk | Published | Result | Failed | Pull | Piece | PullRefus
 # --- data lane, down --------------------------------------------------------------------------------------------------
 
 
-class Attached(_DataMessage, tag="attached"):
+class Attached(_DataMessage, frozen=True, tag="attached"):
     epoch: Epoch
 
 
-class Submit(_DataMessage, tag="submit"):
+class Submit(_DataMessage, frozen=True, tag="submit"):
     """Run one request. `emit` names outputs to stream and return to the caller, `publish` those that go on an edge."""
 
     request: RequestId
@@ -424,7 +424,7 @@ class Submit(_DataMessage, tag="submit"):
     publish: tuple[str, ...] = ()
 
 
-class Release(_DataMessage, tag="release"):
+class Release(_DataMessage, frozen=True, tag="release"):
     """Nobody will pull that lease any more."""
 
     epoch: Epoch

@@ -15,7 +15,7 @@ def to_wire(array: NDArray[np.generic]) -> WireTensor:
         raise ProtocolError(f"numpy dtype {array.dtype.name!r} has no wire type") from None
     shape = array.shape  # before ascontiguousarray, which turns a scalar into one dimension
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return WireTensor(TensorRef(dtype, shape), memoryview(flat))
+    return WireTensor(TensorRef(dtype, shape), flat.data)
 
 
 def from_wire(tensor: WireTensor) -> NDArray[np.generic]:
