@@ -199,6 +199,9 @@ INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
 }
 """What the stages of a kind can take, and the kinds of edge that fit each input."""
 
+DEMO_MODELS: Final[dict[str, str]] = {"smollm2-135m-instruct": "ar", "tiny-painter": "diffusion"}
+"""The models that `demo://NAME` may name, and the kind of stage that each is for."""
+
 
 def kind_of(stage: StageSpec) -> str:
     """The stage's tag in the YAML: ar or diffusion."""
