@@ -13,15 +13,19 @@ from msgspec import Meta
 from proto.deploy import LimitsSpec, StageSpec
 from proto.errors import ErrorInfo
 from proto.ids import CallId, Epoch, LeaseId, PullId, RequestId, Session, StageName
-from proto.params import Json, Params
+from proto.params import Json, Params, check_json
 from proto.tensors import TensorRef
 
 PROTOCOL: Final = 1
 """Raised whenever a message changes its meaning. Peers with another number are refused."""
 
+MAX_FRAMES: Final = 4096
+"""Tensor frames in one message, and tensors in one payload."""
+
 Short = Annotated[str, Meta(max_length=256)]
 Note = Annotated[str, Meta(max_length=4096)]
 Index = Annotated[int, Meta(ge=0, le=65535)]
+Number = Annotated[int, Meta(ge=0)]
 
 
 class _Message(
@@ -30,8 +34,10 @@ class _Message(
     """Base of every message and of every value inside one."""
 
 
-class _DataMessage(_Message, frozen=True, kw_only=True):
-    tensors: tuple[TensorRef, ...] = ()  # tensor i is frame i behind the header
+class DataMessage(_Message, frozen=True, kw_only=True):
+    """Base of the data lane's messages, which alone may have tensor frames."""
+
+    tensors: Annotated[tuple[TensorRef, ...], Meta(max_length=MAX_FRAMES)] = ()  # tensor i is frame i behind the header
 
 
 # --- values: what inputs and outputs are made of ----------------------------------------------------------------------
@@ -71,7 +77,7 @@ class Audio(_Message, frozen=True, tag="audio"):
     """float32 in -1..1, shape (n, channels, samples)."""
 
     tensor: Index
-    sample_rate: int
+    sample_rate: Number
     seeds: tuple[int, ...] = ()
 
 
@@ -88,7 +94,7 @@ class PayloadTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Short
     ref: TensorRef
-    checksum: int
+    checksum: Number
 
 
 class Payload(_Message, frozen=True, tag="payload"):
@@ -100,11 +106,15 @@ class Payload(_Message, frozen=True, tag="payload"):
 
     lease: LeaseId
     source: StageName
-    replica: int
+    replica: Number
     epoch: Epoch
-    kind: str
-    items: tuple[PayloadTensor, ...]
+    kind: Short
+    items: Annotated[tuple[PayloadTensor, ...], Meta(max_length=MAX_FRAMES)]
     meta: dict[str, Json] = {}
+
+    def __post_init__(self) -> None:
+        if self.meta:
+            check_json(self.meta, "meta")
 
     @property
     def nbytes(self) -> int:
@@ -132,14 +142,14 @@ class TextDelta(_Message, frozen=True, tag="delta"):
 class Progress(_Message, frozen=True, tag="step"):
     """`step` of `total` is done."""
 
-    step: int
-    total: int
+    step: Number
+    total: Number
 
 
 class Preview(_Message, frozen=True, tag="preview"):
     """A small picture of the work so far: uint8 (n, height, width, 3)."""
 
-    step: int
+    step: Number
     tensor: Index
 
 
@@ -147,8 +157,8 @@ Part = Started | TextDelta | Progress | Preview
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: Number = 0
+    completion_tokens: Number = 0
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -164,14 +174,14 @@ class StageInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """What a loaded stage says of itself, so that the master can refuse what it could not do."""
 
     model: str = ""  # class of the model or pipeline
-    parameters: int = 0
+    parameters: Number = 0
     dtype: str = ""
     device: str = ""
     inputs: tuple[str, ...] = ()  # inputs that it takes, by the names in `proto.deploy.INPUTS`
     outputs: tuple[str, ...] = ()  # outputs that it can give
     accepts: tuple[str, ...] = ()  # names allowed in `params.extra`
     params: tuple[str, ...] | None = None  # fields of its params that mean something to it; None is all
-    size_multiple: int = 1  # width and height must be multiples of it
+    size_multiple: Number = 1  # width and height must be multiples of it
     default_width: int | None = None
     default_height: int | None = None
     default_steps: int | None = None
@@ -189,8 +199,8 @@ class Hello(_Message, frozen=True, tag="hello"):
     stage: StageName
     nonce: Short
     host: Short
-    pid: int
-    replica: int | None = None  # None: any free slot
+    pid: Number
+    replica: Number | None = None  # None: any free slot
     devices: tuple[Short, ...] = ()
     config_hash: Short | None = None  # of the stage config that the worker has loaded already, if any
 
@@ -216,13 +226,13 @@ class Heartbeat(_Message, frozen=True, tag="beat"):
     """`steps` is the engine thread's own counter: it stands still when the engine does."""
 
     epoch: Epoch
-    steps: int
-    queued: int
-    running: int
+    steps: Number
+    queued: Number
+    running: Number
     step_s: float = 0.0  # moving average
-    leases: int = 0
-    lease_bytes: int = 0
-    rss_bytes: int = 0
+    leases: Number = 0
+    lease_bytes: Number = 0
+    rss_bytes: Number = 0
 
 
 class Aborted(_Message, frozen=True, tag="aborted"):
@@ -238,6 +248,9 @@ class CallReply(_Message, frozen=True, tag="reply"):
     ok: bool
     value: Json = None
     error: Note = ""
+
+    def __post_init__(self) -> None:
+        check_json(self.value, "value")
 
 
 class Leaving(_Message, frozen=True, tag="leaving"):
@@ -264,12 +277,12 @@ class Welcome(_Message, frozen=True, tag="welcome"):
 
     session: Session
     epoch: Epoch
-    replica: int
+    replica: Number
     pipeline: Short
     spec: StageSpec
     limits: LimitsSpec
     publishes: tuple[str, ...]  # outputs that some edge takes from this stage
-    data_port: int  # on the address that the worker reached the control socket by
+    data_port: Number  # on the address that the worker reached the control socket by
     heartbeat_s: float
     config_hash: Short
 
@@ -297,6 +310,9 @@ class Call(_Message, frozen=True, tag="call"):
     method: Short
     args: dict[str, Json] = {}
 
+    def __post_init__(self) -> None:
+        check_json(self.args, "args")
+
 
 class Drain(_Message, frozen=True, tag="drain"):
     """Finish what is here, then say Goodbye and exit."""
@@ -316,63 +332,67 @@ ControlDown = Welcome | Refuse | BeatAck | Abort | Call | Drain | Shutdown
 # --- data lane, up ----------------------------------------------------------------------------------------------------
 
 
-class Attach(_DataMessage, frozen=True, tag="attach"):
+class Attach(DataMessage, frozen=True, tag="attach"):
     """The first message on a data connection."""
 
     session: Session
     epoch: Epoch
 
 
-class Chunk(_DataMessage, frozen=True, tag="chunk"):
+class Chunk(DataMessage, frozen=True, tag="chunk"):
     request: RequestId
     epoch: Epoch
-    seq: int
+    seq: Number
     output: Short  # which output it is part of; "" for progress of the whole stage
     part: Part
 
 
-class Published(_DataMessage, frozen=True, tag="published"):
+class Published(DataMessage, frozen=True, tag="published"):
     """An output is there for the stages behind it, before the request is done here."""
 
     request: RequestId
     epoch: Epoch
-    seq: int
+    seq: Number
     output: Short
     value: Value
 
 
-class Result(_DataMessage, frozen=True, tag="result"):
+class Result(DataMessage, frozen=True, tag="result"):
     """The stage is done with the request. `outputs` holds every output in `Submit.emit` and `.publish` not sent before."""
 
     request: RequestId
     epoch: Epoch
-    seq: int
+    seq: Number
     outputs: dict[str, Value]
     finish_reason: Short = "stop"
     usage: Usage = Usage()
     timings: Timings = Timings()
 
 
-class Failed(_DataMessage, frozen=True, tag="failed"):
+class Failed(DataMessage, frozen=True, tag="failed"):
     request: RequestId
     epoch: Epoch
-    seq: int
+    seq: Number
     error: ErrorInfo
 
 
-class Pull(_DataMessage, frozen=True, tag="pull"):
-    """Consumer to master to source: send me that payload, in pieces."""
+class Pull(DataMessage, frozen=True, tag="pull"):
+    """Consumer to master to source: send me item `first` of that payload, and the next ones as far as one piece reaches.
+
+    One piece is under way at a time, so that a slow consumer never fills anybody's memory.
+    """
 
     epoch: Epoch
     pull: PullId
     request: RequestId
     lease: LeaseId
     source: StageName
-    replica: int
+    replica: Number
     source_epoch: Epoch
+    first: Index = 0
 
 
-class Piece(_DataMessage, frozen=True, tag="piece"):
+class Piece(DataMessage, frozen=True, tag="piece"):
     """Source to master to consumer: items `first` and on of the lease, one frame each."""
 
     epoch: Epoch
@@ -380,7 +400,7 @@ class Piece(_DataMessage, frozen=True, tag="piece"):
     first: Index
 
 
-class PullRefused(_DataMessage, frozen=True, tag="pull_refused"):
+class PullRefused(DataMessage, frozen=True, tag="pull_refused"):
     """Source (or master) to consumer: that payload cannot be had."""
 
     epoch: Epoch
@@ -388,15 +408,15 @@ class PullRefused(_DataMessage, frozen=True, tag="pull_refused"):
     reason: Note
 
 
-class Ack(_DataMessage, frozen=True, tag="ack"):
-    """Consumer to master to source: whole and correct; the lease may end."""
+class Ack(DataMessage, frozen=True, tag="ack"):
+    """Consumer to master: whole and correct. When every consumer has said so, the master releases the lease."""
 
     epoch: Epoch
     pull: PullId
 
 
-class Nack(_DataMessage, frozen=True, tag="nack"):
-    """Consumer to master to source: not whole or not correct. The lease stands until it is released or expires."""
+class Nack(DataMessage, frozen=True, tag="nack"):
+    """Consumer to master: not whole, not correct, or not in time."""
 
     epoch: Epoch
     pull: PullId
@@ -409,11 +429,11 @@ DataUp = Attach | Chunk | Published | Result | Failed | Pull | Piece | PullRefus
 # --- data lane, down --------------------------------------------------------------------------------------------------
 
 
-class Attached(_DataMessage, frozen=True, tag="attached"):
+class Attached(DataMessage, frozen=True, tag="attached"):
     epoch: Epoch
 
 
-class Submit(_DataMessage, frozen=True, tag="submit"):
+class Submit(DataMessage, frozen=True, tag="submit"):
     """Run one request. `emit` names outputs to stream and return to the caller, `publish` those that go on an edge."""
 
     request: RequestId
@@ -424,11 +444,11 @@ class Submit(_DataMessage, frozen=True, tag="submit"):
     publish: tuple[str, ...] = ()
 
 
-class Release(_DataMessage, frozen=True, tag="release"):
+class Release(DataMessage, frozen=True, tag="release"):
     """Nobody will pull that lease any more."""
 
     epoch: Epoch
     lease: LeaseId
 
 
-DataDown = Attached | Submit | Pull | Piece | PullRefused | Ack | Nack | Release
+DataDown = Attached | Submit | Pull | Piece | PullRefused | Release

@@ -11,8 +11,39 @@ from msgspec import Meta
 Json: TypeAlias = Any
 """User-supplied data: None, bool, int, float, str, list or dict of these. It is carried, never interpreted by the wire."""
 
+MAX_JSON_DEPTH = 32
+MAX_JSON_ITEMS = 100_000
 MAX_SEED = 2**63 - 1
 MAX_PIXELS_A_SIDE = 16384
+
+
+def check_json(value: Json, where: str) -> None:
+    """Raise `ValueError` unless `value` is plain data, not deeper or larger than can be handled without harm.
+
+    msgpack and Python can say more than JSON: raw bytes, timestamps, extension types, keys that are not strings. Structs
+    that carry data call this when they are made, so a peer cannot send it and our own code cannot either.
+    """
+    level, seen = [value], 0
+    for _ in range(MAX_JSON_DEPTH):
+        below: list[Json] = []
+        for item in level:
+            if isinstance(item, dict):
+                if not all(isinstance(key, str) for key in item):
+                    raise ValueError(f"`{where}` has a key that is not a string; data may have string keys only")
+                below.extend(item.values())
+            elif isinstance(item, list | tuple):
+                below.extend(item)
+            elif item is not None and not isinstance(item, bool | int | float | str):
+                raise ValueError(
+                    f"`{where}` holds a {type(item).__name__}; data is made of null, booleans, numbers, strings, lists and maps"
+                )
+        seen += len(below)
+        if seen > MAX_JSON_ITEMS:
+            raise ValueError(f"`{where}` has more than {MAX_JSON_ITEMS} items")
+        if not below:
+            return
+        level = below
+    raise ValueError(f"`{where}` is nested more than {MAX_JSON_DEPTH} levels deep")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="ar"):
@@ -29,6 +60,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stop: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] | None = None
     extra: dict[str, Json] | None = None
+
+    def __post_init__(self) -> None:
+        if self.extra is not None:
+            check_json(self.extra, "extra")
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="diffusion"):
@@ -47,6 +82,10 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     strength: Annotated[float, Meta(ge=0, le=1)] | None = None
     extra: dict[str, Json] | None = None
+
+    def __post_init__(self) -> None:
+        if self.extra is not None:
+            check_json(self.extra, "extra")
 
 
 Params = SamplingParams | DiffusionParams

@@ -7,9 +7,10 @@ master's side and `proto.torch_tensors` for the stages'.
 
 import enum
 import math
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from proto.errors import ProtocolError
 
@@ -54,13 +55,17 @@ _ITEMSIZE = {
 }
 
 MAX_DIMS = 16
+MAX_TENSOR_BYTES = 1 << 48
+"""More than any machine holds, and small enough that no library's arithmetic on shapes overflows."""
+
+Dim = Annotated[int, Meta(ge=0, le=MAX_TENSOR_BYTES)]
 
 
 class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Shape and element type of one frame. Shape () is a scalar; a dimension of 0 gives an empty frame."""
 
     dtype: Dtype
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Dim, ...], Meta(max_length=MAX_DIMS)]
 
     @property
     def nbytes(self) -> int:
@@ -70,8 +75,10 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise `ProtocolError` unless a frame of `frame_bytes` bytes holds exactly this tensor."""
         if len(self.shape) > MAX_DIMS or any(d < 0 for d in self.shape):
             raise ProtocolError(
-                f"tensor shape {list(self.shape)} is not valid: at most {MAX_DIMS} dimensions, none negative"
+                f"tensor shape {list(self.shape[: MAX_DIMS + 1])} is not valid: at most {MAX_DIMS} dimensions, none negative"
             )
+        if math.prod(d or 1 for d in self.shape) * self.dtype.itemsize > MAX_TENSOR_BYTES:
+            raise ProtocolError(f"tensor shape {list(self.shape)} is larger than {MAX_TENSOR_BYTES} bytes")
         if self.nbytes != frame_bytes:
             raise ProtocolError(
                 f"a {self.dtype.value} tensor of shape {list(self.shape)} needs {self.nbytes} bytes, its frame has {frame_bytes}"

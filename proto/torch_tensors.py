@@ -26,7 +26,7 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
 
 
 def from_wire(tensor: WireTensor) -> torch.Tensor:
-    """A CPU tensor over the frame's own memory (not copied). Treat it as read-only."""
+    """A CPU tensor over the frame's own memory, not copied where it is aligned. Treat it as read-only."""
     ref, data = tensor
     ref.check(memoryview(data).nbytes)
     dtype = getattr(torch, ref.dtype.value)  # the enum is closed: this never looks up text from the wire
@@ -34,4 +34,9 @@ def from_wire(tensor: WireTensor) -> torch.Tensor:
         return torch.empty(ref.shape, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the buffer is not writable; that is what we want
-        return torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(ref.shape)
+        flat = torch.frombuffer(data, dtype=torch.uint8)
+    if ref.dtype is Dtype.BOOL and int(flat.max()) > 1:
+        raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
+    if flat.data_ptr() % ref.dtype.itemsize:
+        flat = flat.clone()  # ZeroMQ hands small frames out of a shared buffer, at any address; kernels want alignment
+    return flat.view(dtype).reshape(ref.shape)
