@@ -18,11 +18,16 @@ def to_wire(tensor: torch.Tensor) -> WireTensor:
         dtype = Dtype(name)
     except ValueError:
         raise ProtocolError(f"torch dtype {name!r} has no wire type") from None
+    if tensor.layout is not torch.strided:
+        raise ProtocolError(f"a tensor of layout {tensor.layout} cannot be sent; make it dense first")
     ref = TensorRef(dtype, tuple(tensor.shape))
     if tensor.numel() == 0:
         return WireTensor(ref, b"")
-    flat = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return WireTensor(ref, memoryview(flat.numpy()))
+    dense = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+    flat = dense.as_strided(
+        (dense.numel(),), (1,)
+    )  # a dimension of 1 is contiguous with any stride, but not for `view`
+    return WireTensor(ref, memoryview(flat.view(torch.uint8).numpy()))
 
 
 def from_wire(tensor: WireTensor) -> torch.Tensor:
@@ -34,7 +39,7 @@ def from_wire(tensor: WireTensor) -> torch.Tensor:
         return torch.empty(ref.shape, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the buffer is not writable; that is what we want
-        flat = torch.frombuffer(data, dtype=torch.uint8)
+        flat = torch.frombuffer(memoryview(data), dtype=torch.uint8)  # the view pins a bytearray's memory
     if ref.dtype is Dtype.BOOL and int(flat.max()) > 1:
         raise ProtocolError("a bool tensor holds bytes other than 0 and 1")
     if flat.data_ptr() % ref.dtype.itemsize:
