@@ -18,11 +18,18 @@ COMPANION_FIELDS = ("negative_prompt",)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`missing` is for something that is not there: it may only follow from another finding at or under `path`."""
+    """`derived` means that it may only follow from another mistake in the same `section`, such as a misspelt key: it is
+    not to be told before those are mended."""
 
     path: str
     message: str
-    missing: bool = False
+    derived: bool = False
+
+    @property
+    def section(self) -> str:
+        """The stage or other top-level key that it is about."""
+        keys = self.path.split(".")
+        return ".".join(keys[: 2 if keys[0] == "stages" else 1])
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"

@@ -21,7 +21,8 @@ Seconds = Annotated[float, Meta(gt=0, extra={"unit": DURATION})]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": SIZE})]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Name = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
+_NAME = Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
+Name = Annotated[str, _NAME]
 
 
 class Kind(enum.Enum):
@@ -169,7 +170,7 @@ StageSpec = ArStage | DiffusionStage
 
 class Deploy(_Section, frozen=True):
     name: Name
-    stages: Annotated[dict[Name, StageSpec], Meta(min_length=1)]
+    stages: Annotated[dict[Annotated[StageName, _NAME], StageSpec], Meta(min_length=1)]
     master: MasterSpec = MasterSpec()
     api: ApiSpec = ApiSpec()
     limits: LimitsSpec = LimitsSpec()

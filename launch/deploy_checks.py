@@ -1,0 +1,153 @@
+"""What a deploy of the right shape can still have wrong, found before any process starts. Nothing here raises.
+
+The links between stages are checked in `omni.graph_checks`. Only `_model_findings` looks at the disk.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from omni.graph import Finding
+from proto.deploy import DEMO_MODELS, ArStage, Deploy, MasterSpec, StageSpec, kind_of
+from proto.suggest import hint
+
+DEMO: Final = "demo://"
+DEVICE = re.compile(r"^(cpu|mps|(cuda|xpu)(:[0-9]{1,3})?)$")
+ENGINE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", re.ASCII)
+ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_BIND = re.compile(r"^tcp://(?P<host>\[[^\]]*\]|[^:\[\]/]+):(?P<port>[0-9]{1,5})$")
+
+
+def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
+    yield from _master_findings(deploy.master)
+    yield from _port_findings(deploy)
+    for name, stage in deploy.stages.items():
+        path = f"stages.{name}"
+        yield from _count_findings(stage, path)
+        yield from _device_findings(stage, path)
+        yield from _kind_findings(stage, path)
+        yield from _model_findings(stage, path, check_paths)
+
+
+def _master_findings(master: MasterSpec) -> Iterator[Finding]:
+    match = _BIND.match(master.bind)
+    if match is None or int(match["port"]) > 65535:
+        message = f"{master.bind!r} is not of the form tcp://HOST:PORT; write tcp://127.0.0.1:5570, or tcp://[::1]:5570 for IPv6"
+        yield Finding("master.bind", f"{message} (port 0 lets the system pick one)")
+    else:
+        yield from _host_findings(master, match["host"])
+    if master.heartbeat >= master.suspect_after:
+        message = f"must be longer than `heartbeat` ({master.heartbeat:g}s), and is {master.suspect_after:g}s"
+        yield Finding("master.suspect_after", message, derived=True)
+    if master.suspect_after > master.dead_after:
+        message = f"must not be shorter than `suspect_after` ({master.suspect_after:g}s), and is {master.dead_after:g}s"
+        yield Finding("master.dead_after", message, derived=True)
+
+
+def _host_findings(master: MasterSpec, host: str) -> Iterator[Finding]:
+    if host.startswith("["):
+        try:
+            address = ipaddress.IPv6Address(host[1:-1])
+        except ValueError:
+            yield Finding(
+                "master.bind", f"{host} is not an IPv6 address; write tcp://[::1]:5570, or tcp://127.0.0.1:5570"
+            )
+            return
+        local = address.is_loopback
+    else:
+        local = host in ("localhost", "lo") or _is_loopback(host)
+    if not local and not master.insecure:
+        yield Finding(
+            "master.bind",
+            f"{master.bind!r} can be reached from other machines, and stages are not authenticated; bind to 127.0.0.1, "
+            "or write `insecure: true` under `master` if you trust everybody who can reach it",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _port_findings(deploy: Deploy) -> Iterator[Finding]:
+    match = _BIND.match(deploy.master.bind)
+    control = int(match["port"]) if match else 0
+    if control and control == deploy.master.data_port:
+        yield Finding("master.data_port", f"{control} is the port of `bind` too; choose another, or 0 for any")
+    if deploy.api.port and deploy.api.port in (control, deploy.master.data_port):
+        yield Finding("api.port", f"{deploy.api.port} is a port of `master` too; choose another, or 0 for any")
+
+
+def _count_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
+    if stage.local is not None and stage.local > stage.replicas:
+        message = f"{stage.local} local replicas are more than `replicas` ({stage.replicas}); raise that or lower this"
+        yield Finding(f"{path}.local", message, derived=True)
+    if stage.max_replicas is not None and stage.max_replicas < stage.replicas:
+        message = f"{stage.max_replicas} is less than `replicas` ({stage.replicas}); raise this or lower that"
+        yield Finding(f"{path}.max_replicas", message, derived=True)
+
+
+def _device_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
+    if not stage.devices:
+        yield Finding(f"{path}.devices", "needs at least one device, such as [cpu]")
+    for at, device in enumerate(stage.devices):
+        if not DEVICE.match(device):
+            message = f"{device!r} is not a device; write cpu, cuda, cuda:N, mps or xpu:N"
+            yield Finding(f"{path}.devices[{at}]", message)
+    for name, value in stage.env.items():
+        if not ENV_NAME.match(name) or "\0" in value:
+            yield Finding(f"{path}.env.{name}", "is not a name and value that a process can have in its environment")
+
+
+def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
+    use = stage.engine.use
+    if use != "builtin" and not ENGINE.match(use):
+        yield Finding(f"{path}.engine.use", f"{use!r} is neither `builtin` nor of the form package.module:Class")
+    if isinstance(stage, ArStage):
+        if stage.model.pipeline_class is not None:
+            yield Finding(f"{path}.model.pipeline_class", "only stages of kind diffusion have it; take it away")
+        if "{prompt}" not in stage.prompt.template:
+            message = f"{stage.prompt.template!r} has no {{prompt}} in it, so every prompt would be lost; add it"
+            yield Finding(f"{path}.prompt.template", message)
+        layers = stage.engine.kv_layers
+        if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) != len(layers)):
+            yield Finding(f"{path}.engine.kv_layers", "must list each layer once, by its number from 0")
+
+
+def _model_findings(stage: StageSpec, path: str, check_paths: bool) -> Iterator[Finding]:
+    """The model must be there, and be of the stage's kind. An engine that is not ours has its own idea of a path."""
+    if stage.engine.use != "builtin":
+        return
+    where, kind, model = f"{path}.model.path", kind_of(stage), stage.model.path
+    if model is None:
+        what = "a checkpoint folder or GGUF file" if kind == "ar" else "a diffusers folder"
+        yield Finding(where, f"missing; {what} is needed, or demo://NAME", derived=True)
+    elif model.startswith(DEMO):
+        name = model.removeprefix(DEMO)
+        if name not in DEMO_MODELS:
+            yield Finding(where, f"there is no demo model {name!r}; {hint(name, DEMO_MODELS, 'demo models')}")
+        elif DEMO_MODELS[name] != kind:
+            yield Finding(where, f"{model} is for stages of kind {DEMO_MODELS[name]}, and this is one of kind {kind}")
+    elif "://" in model:
+        yield Finding(where, f"{model!r} is not a folder; download the model first and give its folder, or demo://NAME")
+    elif check_paths and stage.local_replicas:
+        yield from _disk_findings(Path(model), where, stage)
+
+
+def _disk_findings(model: Path, where: str, stage: StageSpec) -> Iterator[Finding]:
+    if not model.exists():
+        siblings = [one.name for one in model.parent.iterdir()] if model.parent.is_dir() else []
+        end = f"; {hint(model.name, siblings, 'beside it are')}" if siblings and len(siblings) < 50 else ""
+        yield Finding(where, f"{str(model)!r} does not exist{end}")
+    elif isinstance(stage, ArStage):
+        is_gguf = model.suffix == ".gguf" or (model.is_dir() and any(model.glob("*.gguf")))
+        if not is_gguf and not (model / "config.json").is_file():
+            yield Finding(
+                where, f"{str(model)!r} is no checkpoint of a language model: no config.json and no .gguf file"
+            )
+    elif not (model / "model_index.json").is_file():
+        yield Finding(where, f"{str(model)!r} is no diffusers pipeline: no model_index.json")
