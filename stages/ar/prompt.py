@@ -1,0 +1,134 @@
+"""From a job's inputs to the token ids of its prompt. Pure apart from the tokenizer.
+
+- `tokens`: ids as they are. They are the whole prompt: a `prompt` beside them is not read.
+- `prompt` as Chat: the messages as they are, through the tokenizer's chat template.
+- `prompt` as Text: the stage's `prompt.template` and `prompt.system` around it, then the chat template as one user
+  message; a tokenizer without a chat template gets the plain text, the system text first and a blank line between.
+"""
+
+from typing import Final
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from proto.deploy import PromptSpec
+from proto.errors import InvalidRequest, ProtocolError
+from proto.framing import tensor_at
+from proto.messages import Chat, Tensor, Text, Tokens
+from proto.tensors import WireTensor
+from proto.torch_tensors import from_wire
+from stages.engine import Job
+
+DEFAULT_MAX_TOKENS: Final = 1024
+"""Length of an answer for which neither the request, nor the deploy, nor the model's generation config sets one."""
+
+
+class PromptReader:
+    """Turns inputs into ids for one tokenizer. Everything that is wrong with an input is an `InvalidRequest`.
+
+    `vocabulary` is the number of ids that the model has, `context` the most tokens of prompt and answer together.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: PromptSpec, *, vocabulary: int, context: int) -> None:
+        self._tokenizer = tokenizer
+        self._spec = spec
+        self._vocabulary = vocabulary
+        self._context = context
+
+    def read(self, job: Job) -> tuple[int, ...]:
+        """The ids of the prompt: at least one, and few enough to leave room for one more."""
+        ids, field = self._ids(job)
+        if not ids:
+            raise InvalidRequest(f"the {field} is empty; it must give at least one token", field=field)
+        strange = [one for one in ids if not 0 <= one < self._vocabulary]
+        if strange:
+            raise InvalidRequest(
+                f"{field} holds id {strange[0]}; the model has ids 0 to {self._vocabulary - 1}", field=field
+            )
+        if len(ids) + 1 > self._context:
+            raise InvalidRequest(
+                f"the {field} has {len(ids)} tokens; with one for the answer that is more than the {self._context} that"
+                " the stage takes (engine.max_model_len, or what the model was made for); shorten it",
+                field=field,
+            )
+        return ids
+
+    def _ids(self, job: Job) -> tuple[tuple[int, ...], str]:
+        if "tokens" in job.payloads:
+            tensors = job.payloads["tokens"].tensors
+            if "tokens" not in tensors:
+                raise InvalidRequest(
+                    f"the tokens payload holds {sorted(tensors)}, not a tensor 'tokens'", field="tokens"
+                )
+            return _tensor_ids(tensors["tokens"]), "tokens"
+        given = job.inputs.get("tokens")
+        if isinstance(given, Tokens):
+            return given.ids, "tokens"
+        if isinstance(given, Tensor):
+            return _tensor_ids(tensor_at(job.tensors, given.tensor)), "tokens"
+        if given is not None:
+            raise InvalidRequest(f"tokens must be token ids, not {type(given).__name__}", field="tokens")
+        prompt = job.inputs.get("prompt")
+        if isinstance(prompt, Text):
+            return self._text(prompt.text), "prompt"
+        if isinstance(prompt, Chat):
+            return self._chat(prompt), "messages"
+        if prompt is None:
+            raise InvalidRequest("the stage needs a prompt, chat messages or tokens, and got none", field="prompt")
+        raise InvalidRequest(f"prompt must be text or chat messages, not {type(prompt).__name__}", field="prompt")
+
+    def _text(self, text: str) -> tuple[int, ...]:
+        if not text:
+            return ()
+        text = self._spec.template.replace("{prompt}", text)
+        system = self._spec.system
+        if self._tokenizer.chat_template is None:
+            return self._encode(f"{system}\n\n{text}" if system else text, special=True)
+        messages = [{"role": "user", "content": text}]
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+        return self._template(messages, "prompt")
+
+    def _chat(self, chat: Chat) -> tuple[int, ...]:
+        if self._tokenizer.chat_template is None:
+            raise InvalidRequest(
+                "the model's tokenizer has no chat template, so it cannot take messages; send a plain prompt",
+                field="messages",
+            )
+        if not chat.messages:
+            return ()
+        return self._template([{"role": one.role, "content": one.content} for one in chat.messages], "messages")
+
+    def _template(self, messages: list[dict[str, str]], field: str) -> tuple[int, ...]:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", field=field) from error
+        return self._encode(str(text), special=False)
+
+    def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
+        """A chat template writes its own special tokens; plain text gets those that the tokenizer adds."""
+        return tuple(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def _tensor_ids(tensor: WireTensor) -> tuple[int, ...]:
+    try:
+        ids = from_wire(tensor)
+    except ProtocolError as error:
+        raise InvalidRequest(f"tokens cannot be read: {error}", field="tokens") from error
+    fits = ids.dim() == 1 or (ids.dim() == 2 and ids.shape[0] == 1)
+    if not fits or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise InvalidRequest(
+            f"tokens must be integers of shape (T,) or (1, T), not {tensor.ref.dtype.value} of {list(tensor.ref.shape)}",
+            field="tokens",
+        )
+    return tuple(ids.reshape(-1).tolist())
+
+
+def answer_length(asked: int | None, models: int | None, room: int) -> int:
+    """How many tokens an answer may have: what was asked for, clipped to the room that the prompt leaves.
+
+    Not asked for, it is the model's own `max_new_tokens`, else `DEFAULT_MAX_TOKENS`.
+    """
+    return min(room, asked or models or DEFAULT_MAX_TOKENS)
