@@ -119,8 +119,9 @@ def _tree(name: str, model: Path, kind: str, output: Kind, seen: str) -> Node:
 
 
 def _name(folder: str) -> str:
-    """The folder's name with what a deploy's name may not have replaced by a dash."""
-    return re.sub(r"[^A-Za-z0-9_-]", "-", re.sub(r"^[^A-Za-z]+", "", folder))[:64] or STAGE
+    """The folder's name, made to fit the rules for a deploy's name: it begins with a letter and has no odd characters."""
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", folder)
+    return (name if name[:1].isalpha() else f"model-{name}")[:64]
 
 
 def _refusal(path: Path, message: str) -> Exception:

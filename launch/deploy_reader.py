@@ -145,9 +145,9 @@ class DeployReader:
             return dict(entries)
         if short is not None and isinstance(base, Scalar) and isinstance(base.value, str):
             return {short.encode_name: Entry(base.origin if base is not node else origin, base), **entries}
-        remedy = "; leave the key out to use the defaults" if isinstance(base, Scalar) and base.value is None else ""
-        what = "the deploy file" if not path else describe(kind)
-        self._note(origin, path, f"expected {what if path else 'a mapping'}, found {found(base)}{remedy}")
+        is_empty = isinstance(base, Scalar) and base.value is None
+        remedy = "; leave the key out to use the defaults" if is_empty and path else ""
+        self._note(origin, path, f"expected {describe(kind)}, found {found(base)}{remedy}")
         return None
 
     def _unknown(self, key: str, entry: Entry, kind: mi.StructType, path: str, siblings: Siblings) -> str:

@@ -22,6 +22,7 @@ from proto.params import Json
 
 ScalarValue = bool | int | float | str | None
 MAX_NODES: Final = 100_000  # aliases may make a small file large
+MAX_DEPTH: Final = 64
 MAX_CHARS: Final = 1 << 20
 
 
@@ -129,6 +130,8 @@ class _Builder:
             raise refusal([Problem(origin, path, "this value contains itself through an alias")])
         if node.tag not in (f"{_TAG}seq", f"{_TAG}map"):
             self.problems.append(Problem(origin, path, f"the tag {node.tag} is not allowed here; leave it out"))
+        if len(self.above) >= MAX_DEPTH:
+            raise refusal([Problem(origin, "", f"nested more than {MAX_DEPTH} levels deep")])
         self.above.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
