@@ -5,7 +5,7 @@ effects and never copies a tensor. Values inside the message name only tensors t
 the socket's option (`proto.sockets.tune`): by the time a frame is here, its memory is spent.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 import msgspec
@@ -26,30 +26,29 @@ from proto.messages import (
     Result,
     Submit,
     Tensor,
+    Text,
+    Value,
     Video,
 )
-from proto.tensors import Buffer, TensorRef, WireTensor
+from proto.tensors import Buffer, WireTensor
 
 MAX_HEADER_BYTES: Final = 16 << 20
 MAX_CONTROL_BYTES: Final = 1 << 20
 
 M = TypeVar("M")
+D = TypeVar("D", bound=DataMessage)
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Lane(Generic[M]):
-    """One direction of one lane: encodes and decodes the messages of its union. Stateless, usable from any thread."""
+    """One direction of the control lane: messages without tensors. Stateless, usable from any thread."""
 
-    def __init__(self, union: object, max_header_bytes: int, max_frames: int) -> None:
+    def __init__(self, union: object, max_header_bytes: int) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(union)
         self._max_header = max_header_bytes
-        self._max_frames = max_frames
 
-    def encode(self, message: M, tensors: Sequence[WireTensor] = ()) -> list[Buffer]:
-        """The frames to send. `message.tensors` must describe `tensors`, in order.
-
-        Raises `ProtocolError` if they do not fit each other, are too big, or hold what msgpack cannot say.
-        """
+    def encode(self, message: M) -> list[Buffer]:
+        """The frames to send. Raises `ProtocolError` if the message is too big or holds what msgpack cannot say."""
         try:
             header = _encoder.encode(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -58,13 +57,13 @@ class Lane(Generic[M]):
             raise ProtocolError(
                 f"{type(message).__name__} header has {len(header)} bytes; the limit is {self._max_header}"
             )
-        refs = _refs(message)
-        if not tensors and not refs:
-            return [header]
-        self._check_count(message, refs, len(tensors))
-        if any(tensor.ref != ref for tensor, ref in zip(tensors, refs, strict=True)):
-            raise ProtocolError(f"{type(message).__name__} describes other tensors than the ones it is sent with")
-        return [header, *(tensor.data for tensor in tensors)]
+        return [header]
+
+    def decode(self, parts: Sequence[Buffer]) -> tuple[M, list[WireTensor]]:
+        """A checked message; the list of tensors is empty. Raises `ProtocolError`."""
+        if len(parts) != 1:
+            raise ProtocolError(f"a control message has one frame, this one has {len(parts)}")
+        return self.header(parts[0]), []
 
     def header(self, header: Buffer) -> M:
         """Decode a header alone, without looking at its frames. Raises `ProtocolError`."""
@@ -75,56 +74,80 @@ class Lane(Generic[M]):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolError(f"header is not a message of this lane: {error}") from None
 
-    def decode(self, parts: Sequence[Buffer]) -> tuple[M, list[WireTensor]]:
+
+class DataLane(Lane[D]):
+    """One direction of the data lane: messages that may have tensors, one frame each."""
+
+    def encode(self, message: D, tensors: Sequence[WireTensor] = ()) -> list[Buffer]:
+        """The frames to send. `message.tensors` must describe `tensors`, in order.
+
+        Raises `ProtocolError` if they do not fit each other, are too big, or hold what msgpack cannot say.
+        """
+        frames = super().encode(message)
+        if tensors or message.tensors:
+            _check_count(message, len(tensors))
+            if any(tensor.ref != ref for tensor, ref in zip(tensors, message.tensors, strict=True)):
+                raise ProtocolError(f"{type(message).__name__} describes other tensors than the ones it is sent with")
+            frames.extend(tensor.data for tensor in tensors)
+        return frames
+
+    def decode(self, parts: Sequence[Buffer]) -> tuple[D, list[WireTensor]]:
         """A checked message and its tensors, over the frames' own memory. Raises `ProtocolError`."""
-        if not parts:
-            raise ProtocolError("message has no frames")
         frames = len(parts) - 1
-        if frames > self._max_frames:
-            raise ProtocolError(f"message has {frames} tensor frames; the limit of this lane is {self._max_frames}")
+        if frames < 0:
+            raise ProtocolError("a message has at least one frame, this one has none")
+        if frames > MAX_FRAMES:
+            raise ProtocolError(f"message has {frames} tensor frames; the limit is {MAX_FRAMES}")
         message = self.header(parts[0])
-        refs = _refs(message)
-        self._check_count(message, refs, frames)
-        for index in _named_tensors(message):
-            if index >= frames:
-                raise ProtocolError(f"{type(message).__name__} names tensor {index} and has {frames}")
+        if frames or message.tensors:
+            _check_count(message, frames)
+        highest = _highest_tensor(message)
+        if highest >= frames:
+            raise ProtocolError(f"{type(message).__name__} names tensor {highest} and has {frames}")
+        if not frames:
+            return message, []
         tensors = []
-        for ref, frame in zip(refs, parts[1:], strict=True):
+        for ref, frame in zip(message.tensors, parts[1:], strict=True):
             ref.check(frame.nbytes if isinstance(frame, memoryview) else len(frame))
             tensors.append(WireTensor(ref, frame))
         return message, tensors
 
-    def _check_count(self, message: M, refs: Sequence[TensorRef], frames: int) -> None:
-        if len(refs) != frames:
-            raise ProtocolError(f"{type(message).__name__} describes {len(refs)} tensors and has {frames} frames")
-        if frames > self._max_frames:
-            raise ProtocolError(f"{type(message).__name__} has {frames} tensors; the limit is {self._max_frames}")
+
+def _check_count(message: DataMessage, frames: int) -> None:
+    described = len(message.tensors)
+    if described != frames:
+        raise ProtocolError(f"{type(message).__name__} describes {described} tensors and has {frames} frames")
+    if frames > MAX_FRAMES:
+        raise ProtocolError(f"{type(message).__name__} has {frames} tensors; the limit is {MAX_FRAMES}")
 
 
-def _refs(message: object) -> Sequence[TensorRef]:
-    """What a message says of its frames; the control lane's messages have none."""
-    return message.tensors if isinstance(message, DataMessage) else ()
+_OF_TENSORS: Final = (Tensor, Images, Audio, Video)
 
 
-def _named_tensors(message: object) -> Iterator[int]:
-    """The indexes of tensors that a message's values name."""
-    match message:
-        case Chunk(part=Preview(tensor=index)):
-            yield index
-        case Submit(inputs=values) | Result(outputs=values):
-            for value in values.values():
-                if isinstance(value, _TENSOR_VALUES):
-                    yield value.tensor
-        case Published(value=value) if isinstance(value, _TENSOR_VALUES):
-            yield value.tensor
+def _highest_tensor(message: DataMessage) -> int:
+    """The highest index of a tensor that the message's values name; -1 for none. On the path of every message."""
+    values: Iterable[Value]
+    if isinstance(message, Chunk):
+        return message.part.tensor if isinstance(message.part, Preview) else -1
+    if isinstance(message, Submit):
+        values = message.inputs.values()
+    elif isinstance(message, Result):
+        values = message.outputs.values()
+    elif isinstance(message, Published):
+        values = (message.value,)
+    else:
+        return -1
+    highest = -1
+    for value in values:
+        if not isinstance(value, Text) and isinstance(value, _OF_TENSORS) and value.tensor > highest:
+            highest = value.tensor
+    return highest
 
 
-_TENSOR_VALUES = (Tensor, Images, Audio, Video)
-
-CONTROL_UP: Final[Lane[ControlUp]] = Lane(ControlUp, MAX_CONTROL_BYTES, 0)
-CONTROL_DOWN: Final[Lane[ControlDown]] = Lane(ControlDown, MAX_CONTROL_BYTES, 0)
-DATA_UP: Final[Lane[DataUp]] = Lane(DataUp, MAX_HEADER_BYTES, MAX_FRAMES)
-DATA_DOWN: Final[Lane[DataDown]] = Lane(DataDown, MAX_HEADER_BYTES, MAX_FRAMES)
+CONTROL_UP: Final[Lane[ControlUp]] = Lane(ControlUp, MAX_CONTROL_BYTES)
+CONTROL_DOWN: Final[Lane[ControlDown]] = Lane(ControlDown, MAX_CONTROL_BYTES)
+DATA_UP: Final[DataLane[DataUp]] = DataLane(DataUp, MAX_HEADER_BYTES)
+DATA_DOWN: Final[DataLane[DataDown]] = DataLane(DataDown, MAX_HEADER_BYTES)
 
 
 def tensor_at(tensors: Sequence[WireTensor], index: int) -> WireTensor:

@@ -3,12 +3,13 @@
 import functools
 import math
 import operator
+from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from proto.framing import Lane
+from proto.framing import DataLane, Lane
 from proto.messages import DataMessage
 from proto.tensors import Dtype, TensorRef, WireTensor
 
@@ -74,9 +75,11 @@ def whole_messages(draw: st.DrawFn, union: object) -> tuple[msgspec.Struct, list
     return msgspec.structs.replace(message, tensors=tuple(refs)), tensors
 
 
-def frames_of(lane: Lane[msgspec.Struct], whole: tuple[msgspec.Struct, list[WireTensor]]) -> list[bytes]:
+def frames_of(lane: Lane[Any], whole: tuple[Any, list[WireTensor]]) -> list[bytes]:
     """The frames as they come out of a socket."""
-    return [bytes(frame) for frame in lane.encode(*whole)]
+    message, tensors = whole
+    frames = lane.encode(message, tensors) if isinstance(lane, DataLane) else lane.encode(message)
+    return [bytes(frame) for frame in frames]
 
 
 _IN_VALUE = "tensor"
