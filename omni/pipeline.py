@@ -1,6 +1,6 @@
 """The seam between whoever serves callers (HTTP API, `Omni`, the command line) and the engine behind."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from omni.outputs import RequestEvent
@@ -23,7 +23,7 @@ class Pipeline(Protocol):
         """What each stage with a ready replica said of itself."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[RequestEvent]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
         """Run one request: events, then one `RequestOutput`.
 
         Raises an `OmniError` at the first step of the iteration if the request is refused, or later if it fails.

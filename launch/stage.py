@@ -1,0 +1,97 @@
+"""`omni-stage`: one stage worker. It needs no deploy file: the master hands it its config.
+
+omni-stage --master tcp://10.0.0.5:5570 --stage painter
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+from typing import Annotated
+
+import typer
+import uvloop
+
+from launch.logs import set_up_logs
+from proto.errors import OmniError
+from proto.ids import StageName
+from proto.sockets import is_loopback, split_endpoint
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+
+
+@app.command()
+def stage(
+    master: Annotated[str, typer.Option(help="The master's control address, as it prints it: tcp://HOST:PORT.")],
+    stage: Annotated[str, typer.Option(help="Which stage of the deploy to run.")],
+    replica: Annotated[int | None, typer.Option(min=0, help="Replica slot to take. Default: any free one.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices to use here instead of the deploy's, with commas: cuda:0 or cpu.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: the deploy's, or all cores.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option(help="Allow a master that is not on this machine, without authentication.")
+    ] = False,
+    parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Run one worker of a pipeline stage, on this host, for a master that may be on another.
+
+    It may be started before the master: it keeps trying until the master is there, and again whenever it was away.
+    The first Ctrl-C (or SIGTERM) finishes the requests that are here and leaves; the second leaves at once.
+    """
+    set_up_logs(f"{stage}", verbose)
+    try:
+        host, _ = split_endpoint(master)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--master") from None
+    if not is_loopback(host):
+        if not insecure:
+            raise typer.BadParameter(
+                f"{master} is not on this machine and there is no authentication yet; pass --insecure to connect anyway",
+                param_hint="--master",
+            )
+        logging.getLogger("omni.stage").warning("INSECURE: connecting to %s without authentication", master)
+    if threads is not None:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
+    if parent_fd is not None:
+        threading.Thread(target=_end_with_parent, args=(parent_fd,), name="parent", daemon=True).start()
+    chosen = tuple(one.strip() for one in devices.split(",") if one.strip()) if devices else ()
+    code = _run(master, StageName(stage), replica, chosen)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: the engine's thread may be inside a long native call, which finalisation would wait for or crash in.
+    os._exit(code)
+
+
+def _run(master: str, stage: StageName, replica: int | None, devices: tuple[str, ...]) -> int:
+    from stages.worker import Worker, WorkerOptions
+
+    async def work() -> int:
+        return await Worker(WorkerOptions(master, stage, replica, devices)).run()
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work())
+    except OmniError as error:
+        logging.getLogger("omni.stage").error("%s", error)
+        return 2
+
+
+def _end_with_parent(fd: int) -> None:
+    """The pipe's other end is held by the launcher alone: end of file means that it is gone, however it ended."""
+    while os.read(fd, 1):
+        pass
+    os._exit(3)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""What callers may send and what they get: strict structs in OpenAI's spelling. Data only.
+
+Structs hold types; the ranges of what goes on to a stage stand in `proto.params`, once. A field that OpenAI has and
+that means nothing here is in a `REFUSED` table: harmless at its default, refused with a remedy otherwise. Any other
+name is an error. Answers carry OpenAI's fields, and a few of ours where its clients ignore them (`id`, `seed`).
+"""
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from omni.api.decode import Refused
+from proto.params import Json
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of every request. None is "not set" everywhere, as in OpenAI's API."""
+
+
+# --- POST /v1/chat/completions ----------------------------------------------------------------------------------------
+
+
+class MessageBody(_Body, frozen=True):
+    """One message. An earlier answer may be sent back whole: its empty fields are accepted."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Json]]
+    name: str | None = None  # accepted, not used: chat templates have no place for it
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Annotated[list[Json], Meta(max_length=0)] | None = None
+    annotations: Annotated[list[Json], Meta(max_length=0)] | None = None
+
+
+class StreamOptions(_Body, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[None] = None
+
+
+class ChatBody(_Body, frozen=True):
+    model: str
+    messages: Annotated[list[MessageBody], Meta(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None  # this and the next three: accepted, not used
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+
+
+_NO_TOOLS: Final = "this server calls no tools"
+_NO_LOGPROBS: Final = "this server gives no log probabilities"
+
+CHAT_REFUSED: Final[dict[str, Refused]] = {
+    "n": Refused((1,), "one answer a request; send the request again for another"),
+    "modalities": Refused((["text"],), 'this route answers with text; use ["text"]'),
+    "audio": Refused((), "this route answers with text"),
+    "response_format": Refused(({"type": "text"},), 'use {"type": "text"}'),
+    "frequency_penalty": Refused((0,), "use repetition_penalty"),
+    "presence_penalty": Refused((0,), "use repetition_penalty"),
+    "logit_bias": Refused(({},), "leave it out"),
+    "logprobs": Refused((False,), _NO_LOGPROBS),
+    "top_logprobs": Refused((0,), _NO_LOGPROBS),
+    "tools": Refused(([],), _NO_TOOLS),
+    "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": Refused((True, False), _NO_TOOLS),
+    "functions": Refused(([],), _NO_TOOLS),
+    "function_call": Refused(("none", "auto"), _NO_TOOLS),
+    "web_search_options": Refused((), _NO_TOOLS),
+    "prediction": Refused((), "leave it out"),
+    "reasoning_effort": Refused(("none",), "leave it out"),
+    "verbosity": Refused(("medium",), "ask for it in the prompt"),
+    "moderation": Refused((), "this server does not moderate"),
+    "store": Refused((False,), "this server stores nothing"),
+    "service_tier": Refused(("auto", "default"), "there is one tier"),
+    "prompt_cache_retention": Refused(("in_memory",), "leave it out"),
+    "prompt_cache_options": Refused((), "leave it out"),
+}
+
+
+class ChatUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class AnswerMessage(msgspec.Struct, frozen=True):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    message: AnswerMessage
+    finish_reason: str
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatAnswer(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: ChatUsage
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    content: str | None = None
+    role: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True):
+    delta: Delta
+    finish_reason: str | None = None
+    index: int = 0
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """`usage` is left out unless asked for; then it is null in every chunk but the last."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: ChatUsage | msgspec.UnsetType | None = msgspec.UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+# --- POST /v1/images/generations --------------------------------------------------------------------------------------
+
+
+class ImagesBody(_Body, frozen=True):
+    prompt: str
+    model: str | None = None
+    n: int | None = None
+    size: str | None = None  # "512x768" or "auto"
+    width: int | None = None
+    height: int | None = None
+    seed: int | None = None
+    num_inference_steps: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    guidance: float | None = None
+    negative_prompt: str | None = None
+    strength: float | None = None  # image-to-image: how far from `image`, 0..1
+    image: str | None = None  # base64 or a data URL of a png, jpeg or webp file
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    user: str | None = None  # this and the next: accepted, not used
+    safety_identifier: str | None = None
+
+
+_NO_STREAM: Final = "this route answers once, when the images are done"
+_NO_FILM: Final = "this route makes still images"
+
+IMAGES_REFUSED: Final[dict[str, Refused]] = {
+    "quality": Refused(("auto", "standard"), "set steps"),
+    "style": Refused((), "describe the style in the prompt"),
+    "background": Refused(("auto", "opaque"), "use opaque"),
+    "moderation": Refused(("auto", "low"), "leave it out"),
+    "output_compression": Refused((), "leave it out"),
+    "stream": Refused((False,), _NO_STREAM),
+    "partial_images": Refused((0,), _NO_STREAM),
+    "complexity": Refused((), "leave it out"),
+    "svg": Refused((), _NO_FILM),
+    "frame_count": Refused((), _NO_FILM),
+    "frame_duration_ms": Refused((), _NO_FILM),
+}
+
+
+class ImageItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`seed` with n=1 makes this image again alone. `revised_prompt` is what an AR stage wrote for the painter."""
+
+    b64_json: str
+    seed: int | None = None
+    revised_prompt: str | None = None
+
+
+class ImagesAnswer(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    data: list[ImageItem]
+    output_format: str
+    size: str
+
+
+# --- GET /v1/models, /health/ready ------------------------------------------------------------------------------------
+
+
+class ModelItem(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    object: Literal["model"] = "model"
+    owned_by: Literal["omni"] = "omni"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelItem]
+    object: Literal["list"] = "list"
+
+
+class WaitingStage(msgspec.Struct, frozen=True):
+    stage: str
+    ready: int
+    wanted: int
+    notes: list[str]  # last line of load progress of each replica that is not ready
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    ready: bool
+    message: str
+    waiting: list[WaitingStage]

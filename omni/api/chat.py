@@ -1,0 +1,216 @@
+"""POST /v1/chat/completions: the text of one AR stage, whole or as server-sent events.
+
+A stream's first byte is sent when there is a first piece of text, so a request that is refused or fails before that
+still gets its proper status. `seed` goes to every stage that the answer needs; the other settings to the stage
+that answers.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from time import time
+from typing import Final
+
+import msgspec
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omni.api import bodies
+from omni.api.catalog import Catalog
+from omni.api.decode import convert, drop_harmless, read_object
+from omni.api.errors import error_answer, log_bug
+from omni.api.lifetime import Events, Lifetime, while_connected
+from omni.api.params import Spelling, caller_spelling, one_of, per_stage
+from omni.outputs import RequestEvent, RequestOutput, StageDone, TextDelta, TextOutput
+from omni.pipeline import Pipeline
+from omni.request import GenerateRequest
+from proto.deploy import Kind
+from proto.errors import InvalidRequest, OmniError, StageFailed
+from proto.ids import StageName
+from proto.messages import ChatMessage
+from proto.params import Json, SamplingParams
+
+ROUTE: Final = "/v1/chat/completions"
+_FINISH: Final = {"length": "length"}
+"""OpenAI's word for a stage's finish reason; any other is "stop"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatCall:
+    """One checked call."""
+
+    id: str
+    created: int
+    model: str
+    stage: StageName
+    request: GenerateRequest
+    spelling: Spelling
+    stream: bool
+    usage_chunk: bool
+
+
+class Chat:
+    def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime) -> None:
+        self._pipeline: Final = pipeline
+        self._catalog: Final = catalog
+        self._lifetime: Final = lifetime
+
+    async def complete(self, http: Request) -> Response:
+        data = await read_object(http, self._pipeline.deploy.api.max_body_bytes)
+        call = self._check(data)
+        events = self._pipeline.generate(call.request)
+        if call.stream:
+            return await self._stream(http, call, events)
+        with caller_spelling(call.spelling):
+            output = await while_connected(http, self._lifetime.last(events))
+        done = _done(output, call.stage)
+        text = done.output.text if isinstance(done.output, TextOutput) else ""
+        choice = bodies.Choice(bodies.AnswerMessage(text), _finish(done))
+        answer = bodies.ChatAnswer(call.id, call.created, call.model, [choice], _usage(done))
+        return Response(msgspec.json.encode(answer), media_type="application/json", headers={"x-request-id": call.id})
+
+    def _check(self, data: dict[str, Json]) -> ChatCall:
+        drop_harmless(data, bodies.CHAT_REFUSED)
+        body = convert(data, bodies.ChatBody, known=bodies.CHAT_REFUSED)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options needs stream=true", field="stream_options")
+        stage = self._catalog.stage_for(body.model, Kind.TEXT, ROUTE)
+        spelling: Spelling = {"prompt": "messages"}
+        params = _sampling(body, spelling)
+        convert(params, SamplingParams, spelling=spelling)
+        request = GenerateRequest(
+            messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+            outputs=(stage,),
+            params=per_stage(self._pipeline, self._catalog, stage, params),
+        )
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        return ChatCall(
+            f"chatcmpl-{uuid.uuid4().hex}", int(time()), body.model, stage, request, spelling, bool(body.stream), usage
+        )
+
+    async def _stream(self, http: Request, call: ChatCall, events: Events) -> Response:
+        try:
+            with caller_spelling(call.spelling):
+                first = await while_connected(http, self._first_text(call.stage, events))
+        except BaseException:
+            await events.aclose()
+            raise
+        return _OwnedStream(self._lines(call, first, events), events, headers={"x-request-id": call.id})
+
+    async def _first_text(self, stage: StageName, events: Events) -> RequestEvent:
+        while True:
+            event = await self._lifetime.next(events)
+            if isinstance(event, RequestOutput) or (isinstance(event, TextDelta) and event.stage == stage):
+                return event
+
+    async def _lines(self, call: ChatCall, event: RequestEvent, events: Events) -> AsyncGenerator[bytes, None]:
+        """The stream. Once begun, an error can only be one more event, and the last: no [DONE] follows it."""
+        none_yet = None if call.usage_chunk else msgspec.UNSET
+        try:
+            yield _chunk(call, bodies.Delta(role="assistant", content=""), usage=none_yet)
+            while not isinstance(event, RequestOutput):
+                if isinstance(event, TextDelta) and event.stage == call.stage and event.text:
+                    yield _chunk(call, bodies.Delta(content=event.text), usage=none_yet)
+                event = await self._lifetime.next(events)
+            done = _done(event, call.stage)
+            yield _chunk(call, bodies.Delta(), finish=_finish(done), usage=none_yet)
+            if call.usage_chunk:
+                yield _chunk(call, None, usage=_usage(done))
+            yield _line(b"[DONE]")
+        except OmniError as error:
+            yield _line(msgspec.json.encode(error_answer(error.info)))
+        except Exception:  # noqa: BLE001 the status is sent already: only an event can tell the caller
+            log_bug()
+            yield _line(msgspec.json.encode(error_answer(OmniError("internal error").info)))
+
+
+class _OwnedStream(EventSourceResponse):
+    """Server-sent events that close the pipeline's iteration however they end, even before they began."""
+
+    def __init__(self, lines: AsyncGenerator[bytes, None], events: Events, headers: Mapping[str, str]) -> None:
+        super().__init__(lines, headers=headers, sep="\n")
+        self._lines: Final = lines
+        self._events: Final = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._lines.aclose()
+            await self._events.aclose()
+
+    async def _listen_for_exit_signal_with_grace(self) -> None:
+        """Nothing to listen for: `Lifetime` ends the stream. The library's own way wakes twice a second for ever, and
+        obeys the signal handlers of other servers in the process."""
+        await asyncio.Event().wait()
+
+
+def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
+    """The stage's parameters that the caller set. Renames are noted in `spelling`."""
+    params: dict[str, Json] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "repetition_penalty": body.repetition_penalty,
+        "seed": body.seed,
+        "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+    }
+    if isinstance(body.stop, str):
+        spelling["stop[0]"] = "stop"
+    spelling["max_tokens"], params["max_tokens"] = one_of(
+        ("max_tokens", body.max_tokens), ("max_completion_tokens", body.max_completion_tokens)
+    )
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _message(message: bodies.MessageBody, index: int) -> ChatMessage:
+    """Text parts are joined with line breaks. `developer` is the newer word for `system`."""
+    role = "system" if message.role == "developer" else message.role
+    if isinstance(message.content, str):
+        return ChatMessage(role, message.content)
+    return ChatMessage(
+        role, "\n".join(_part(p, f"messages[{index}].content[{k}]") for k, p in enumerate(message.content))
+    )
+
+
+def _part(part: Mapping[str, Json], where: str) -> str:
+    kind, text = part.get("type"), part.get("text")
+    if kind != "text":
+        raise InvalidRequest(f"{where}: parts of type {kind!r} are not supported here; send text", field=where)
+    if not isinstance(text, str) or len(part) != 2:
+        raise InvalidRequest(f'{where}: a text part is {{"type": "text", "text": "..."}}', field=where)
+    return text
+
+
+def _done(output: RequestOutput, stage: StageName) -> StageDone:
+    done = output.stages.get(stage)
+    if done is None:
+        raise StageFailed(f"stage {stage} gave no text", stage=stage)
+    return done
+
+
+def _finish(done: StageDone) -> str:
+    return _FINISH.get(done.finish_reason, "stop")
+
+
+def _usage(done: StageDone) -> bodies.ChatUsage:
+    usage = done.usage
+    return bodies.ChatUsage(usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens + usage.completion_tokens)
+
+
+def _chunk(
+    call: ChatCall,
+    delta: bodies.Delta | None,
+    *,
+    finish: str | None = None,
+    usage: bodies.ChatUsage | msgspec.UnsetType | None,
+) -> bytes:
+    choices = [] if delta is None else [bodies.ChunkChoice(delta, finish)]
+    return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage)))
+
+
+def _line(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

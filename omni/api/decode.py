@@ -1,0 +1,157 @@
+"""From the bytes of an HTTP body to a strict struct, with errors that name the field, the value and the remedy.
+
+Invariant: no more than `limit` bytes of a body are ever held, whatever its headers claim.
+"""
+
+import asyncio
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from omni.api.errors import ClientGone, HttpError
+from proto.errors import InvalidRequest
+from proto.params import Json
+
+T = TypeVar("T")
+
+_IN_A_THREAD: Final = 256 << 10  # larger bodies are parsed off the loop
+_LINGER_S: Final = 2.0
+_WHERE: Final = re.compile(r"^(?P<reason>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_STEP: Final = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A field of OpenAI's API that changes nothing here at the values in `harmless`, and is refused at any other."""
+
+    harmless: tuple[Json, ...]
+    remedy: str
+
+
+async def read_object(request: Request, limit: int) -> dict[str, Json]:
+    """The body as one JSON object. Raises `HttpError` (413, 415), `InvalidRequest` or `ClientGone`."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise HttpError(
+            415,
+            f"Content-Type is {media_type!r}; send the body as application/json",
+            code="unsupported_media_type",
+        )
+    body = await _read(request, limit)
+    data = await asyncio.to_thread(_parse, body) if len(body) > _IN_A_THREAD else _parse(body)
+    if not isinstance(data, dict):
+        raise InvalidRequest("the body is not a JSON object")
+    return data
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body. Of one that is too large a little more is read and thrown away, for a short time: a client that is
+    cut off while it sends does not read the answer."""
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdecimal() and int(declared) > limit
+    chunks: list[bytes] = []
+    size = 0
+    patience = asyncio.timeout(_LINGER_S if too_large else None)
+    try:
+        async with patience, aclosing(request.stream()) as stream:
+            async for chunk in stream:
+                size += len(chunk)
+                if size > limit and not too_large:
+                    too_large = True
+                    patience.reschedule(asyncio.get_running_loop().time() + _LINGER_S)
+                if size > 2 * limit:
+                    break
+                if too_large:
+                    chunks.clear()
+                else:
+                    chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise ClientGone from error
+    except TimeoutError:
+        pass  # it is too large, whatever else would come
+    if not too_large:
+        return b"".join(chunks)
+    raise HttpError(
+        413,
+        f"the body is larger than {limit} bytes; send less, or raise api.max_body_bytes in the deploy",
+        code="request_too_large",
+        headers={"connection": "close"},
+    )
+
+
+def _parse(body: bytes) -> Json:
+    try:
+        return msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def drop_harmless(data: dict[str, Json], table: Mapping[str, Refused]) -> None:
+    """Take the fields of `table` out of `data`, or raise `InvalidRequest` for one that asks for something."""
+    for name in [name for name in data if name in table]:
+        value, rule = data.pop(name), table[name]
+        if value is not None and not any(_same(value, harmless) for harmless in rule.harmless):
+            raise InvalidRequest(f"{name}={show(value)} is not supported here; {rule.remedy}", field=name)
+
+
+def _same(value: Json, other: Json) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def convert(
+    data: Mapping[str, Json], struct: type[T], *, spelling: Mapping[str, str] | None = None, known: Iterable[str] = ()
+) -> T:
+    """`data` as a `struct`, strictly. `spelling` gives the caller's names of fields that were renamed, `known` further
+    names that a mistyped one may have meant. Raises `InvalidRequest`."""
+    try:
+        return msgspec.convert(data, struct, strict=True)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error), data, struct, spelling or {}, known) from None
+
+
+def _explain(
+    text: str, data: Mapping[str, Json], struct: type, spelling: Mapping[str, str], known: Iterable[str]
+) -> InvalidRequest:
+    match = _WHERE.match(text)
+    reason, path = (match["reason"], match["path"] or "$") if match else (text, "$")
+    path = path.removeprefix("$").removeprefix(".")
+    if unknown := _UNKNOWN.match(reason):
+        field = f"{path}.{unknown['name']}" if path else unknown["name"]
+        names = [] if path else [*(f.encode_name for f in msgspec.structs.fields(struct)), *known]
+        return InvalidRequest(f"unknown field {field!r}{_nearest(unknown['name'], names)}", field=field)
+    if missing := _MISSING.match(reason):
+        field = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidRequest(f"{field} is missing", field=field)
+    field = spelling.get(path, path)
+    seen = show(_at(data, path))
+    return InvalidRequest(
+        f"{field}: {reason[:1].lower()}{reason[1:].replace('`', '')}; the value is {seen}", field=field
+    )
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _at(data: Json, path: str) -> Json:
+    for index, key in _STEP.findall(path):
+        data = data[int(index)] if index else data.get(key)
+    return data
+
+
+def show(value: Json) -> str:
+    """A value of the caller's, short enough for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,177 @@
+"""`Omni`: the same pipeline for code without an event loop. A thread of its own runs an `AsyncOmni`."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeVar, overload
+
+import uvloop
+
+from omni.async_omni import AsyncOmni, closing
+from omni.launcher import Launcher
+from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress
+from omni.status import PipelineStatus
+from proto.deploy import Deploy
+from proto.errors import OmniError
+from proto.params import Json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+
+class Omni:
+    """A pipeline that blocks.
+
+        with Omni("demo") as omni:
+            out = omni.generate("a red star", seed=7)
+            out.images[0].save("star.png")
+
+    Arguments are those of `AsyncOmni`. `on_progress` gets the lines of the start; `progress=False` shows no bars.
+    """
+
+    def __init__(
+        self,
+        deploy: str | Path | Deploy,
+        *,
+        overrides: Sequence[str] = (),
+        launcher: Launcher | None = None,
+        on_progress: Callable[[str], None] | None = None,
+        progress: bool = True,
+    ) -> None:
+        self._progress = progress
+        self._omni = AsyncOmni(deploy, overrides=overrides, launcher=launcher)
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="omni-client", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(self._omni.start(on_progress))
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def _wait(self, work: Coroutine[None, None, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @overload
+    def generate(self, prompt: str, **params: Json) -> RequestOutput: ...
+    @overload
+    def generate(self, prompt: list[str], **params: Json) -> list[RequestOutput]: ...
+    def generate(
+        self,
+        prompt: str | list[str],
+        *,
+        images: "NDArray[np.uint8] | None" = None,
+        outputs: Sequence[str] | None = None,
+        stages: Mapping[str, Mapping[str, Json]] | None = None,
+        **params: Json,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Run one prompt, or several at the same time, and return when all are done.
+
+        A bar shows the steps while they run. Raises the `OmniError` of the first request that failed, after the others
+        have ended. Parameters are those of `AsyncOmni.stream`.
+        """
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        with _Bars(len(prompts), self._progress) as bars:
+            streams = [
+                self._run(self._omni, bars.show, one, images=images, outputs=outputs, stages=stages, **params)
+                for one in prompts
+            ]
+            results = self._wait(_gather(streams))
+        failed = next((result for result in results if isinstance(result, BaseException)), None)
+        if failed is not None:
+            raise failed
+        done = [result for result in results if isinstance(result, RequestOutput)]
+        return done[0] if isinstance(prompt, str) else done
+
+    @staticmethod
+    async def _run(
+        omni: AsyncOmni, show: Callable[[RequestEvent], None], prompt: str, **keywords: Json
+    ) -> RequestOutput:
+        async with closing(omni.stream(prompt, **keywords)) as events:
+            async for event in events:
+                show(event)
+                if isinstance(event, RequestOutput):
+                    return event
+        raise OmniError("the request ended without a result")
+
+    def stream(self, prompt: str, **keywords: Json) -> Iterator[RequestEvent]:
+        """Run one prompt and iterate over its events. Leaving the iteration aborts the request."""
+        events = self._omni.stream(prompt, **keywords)
+        try:
+            while True:
+                event = self._wait(_next(events))
+                yield event
+                if isinstance(event, RequestOutput):
+                    return
+        finally:
+            self._wait(events.aclose())
+
+    def status(self) -> PipelineStatus:
+        return self._wait(self._omni.status())
+
+    def close(self) -> None:
+        """End every stage. Safe to call twice."""
+        if self._thread.is_alive():
+            self._wait(self._omni.stop())
+            self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _next(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:
+    return await anext(events)
+
+
+async def _gather(
+    work: Sequence[Coroutine[None, None, RequestOutput]],
+) -> list[RequestOutput | BaseException]:
+    return await asyncio.gather(*work, return_exceptions=True)
+
+
+class _Bars:
+    """A rich progress display: one bar for the requests and one for the steps of whatever stage reports them."""
+
+    def __init__(self, total: int, enabled: bool) -> None:
+        from rich.progress import Progress
+
+        self._bars = Progress(disable=not enabled, transient=True)
+        self._requests = self._bars.add_task("requests", total=total)
+        self._steps = self._bars.add_task("steps", total=None)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bars.stop()
+
+    def show(self, event: RequestEvent) -> None:
+        if isinstance(event, StageProgress):
+            self._bars.update(self._steps, description=event.stage, completed=event.step, total=event.total)
+        elif isinstance(event, StageDone):
+            self._bars.update(self._steps, description=f"{event.stage} done")
+        elif isinstance(event, RequestOutput):
+            self._bars.advance(self._requests)

@@ -1,0 +1,193 @@
+"""`AsyncOmniEngine`: the caller's side of the master thread. It makes ids, posts requests and hands news to their streams.
+
+Belongs to one event loop, the caller's; the orchestrator has its own loop in its own thread (`omni.shell`), and the two
+talk through bounded janus queues. Invariant: every stream that was given out gets exactly one terminal news, also when
+the master stops.
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from omni.core import MasterCore
+from omni.events import (
+    CallAsked,
+    CallDone,
+    Cancelled,
+    ChildExited,
+    Errored,
+    MembershipChanged,
+    StopAsked,
+    Submitted,
+    Tell,
+)
+from omni.graph import Graph
+from omni.outputs import RequestEvent, RequestOutput
+from omni.planning import Planner
+from omni.request import GenerateRequest
+from omni.shell import Endpoints, MasterShell, News
+from omni.snapshot import pipeline_status
+from omni.status import PipelineStatus
+from omni.stream import RequestStream, failure
+from proto.deploy import Deploy
+from proto.errors import ErrorCode, ErrorInfo, ShuttingDown, StartError
+from proto.ids import CallId, RequestId, StageName
+from proto.messages import StageInfo
+from proto.params import Json
+
+STOP_REASON: Final = "the master is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What the callers' side knows of the stages: their own words, and which are still missing."""
+
+    infos: Mapping[StageName, StageInfo] = field(default_factory=dict)
+    waiting: tuple[str, ...] = ("the master is starting",)
+
+    @classmethod
+    def of(cls, core: MasterCore, _now: float) -> "Readiness":
+        infos = {name: info for name in core.graph.order if (info := core.members.info(name)) is not None}
+        return cls(infos, tuple(core.members.waiting_for()))
+
+
+class AsyncOmniEngine:
+    def __init__(self, deploy: Deploy) -> None:
+        self.deploy = deploy
+        self.graph = Graph.build(deploy)
+        self.planner = Planner(deploy, self.graph)
+        self.readiness = Readiness()
+        self._shell = MasterShell(deploy)
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._calls: dict[CallId, asyncio.Future[CallDone]] = {}
+        self._numbers = itertools.count(1)
+        self._prefix = secrets.token_hex(4)
+        self._listeners: list[Callable[[MembershipChanged], None]] = []
+        self._pump: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> Endpoints:
+        """Bind the sockets and take part. Raises `StartError`."""
+        endpoints = await asyncio.to_thread(self._shell.start)
+        self._pump = asyncio.create_task(self._pump_news())
+        return endpoints
+
+    async def stop(self) -> None:
+        """Fail what runs, tell the stages to go, close the sockets. Safe to call twice."""
+        if self._pump is None or self._stopping:
+            return
+        self._stopping = True
+        self._shell.post(StopAsked(STOP_REASON))
+        await asyncio.wrap_future(self._shell.ask(lambda core, now: None))
+        await asyncio.to_thread(self._shell.stop)
+        self._pump.cancel()
+        for stream in list(self._streams.values()):
+            if not stream.over:
+                stream.push(Errored(ErrorInfo(ErrorCode.SHUTTING_DOWN, STOP_REASON)))
+        for answer in self._calls.values():
+            answer.cancel()
+        await self._shell.news.aclose()
+
+    def child_exited(self, event: ChildExited) -> None:
+        """From any thread: a process that the launcher started has ended."""
+        if not self._stopping:
+            self._shell.post(event)
+
+    async def wait_ready(self, on_progress: Callable[[str], None] | None = None) -> None:
+        """Until every stage has its replicas. Raises `StartError` when one of them will not come up by itself."""
+        changes: asyncio.Queue[MembershipChanged] = asyncio.Queue()
+        self._listeners.append(changes.put_nowait)
+        lines: list[str] = []
+        try:
+            while True:
+                await self._refresh()
+                if not self.readiness.waiting:
+                    return
+                if on_progress is not None:
+                    for line in self.readiness.waiting:
+                        on_progress(line)
+                change = await changes.get()
+                lines.append(change.line)
+                if change.fatal:
+                    raise StartError("; ".join(line for line in lines if " left: " in line or line is change.line))
+        finally:
+            self._listeners.remove(changes.put_nowait)
+
+    async def _refresh(self) -> None:
+        self.readiness = await asyncio.wrap_future(self._shell.ask(Readiness.of))
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
+        """See `omni.pipeline.Pipeline.generate`."""
+        if self._stopping:
+            raise ShuttingDown(STOP_REASON)
+        plan = self.planner.plan(request, self.readiness.infos)
+        stream = RequestStream(RequestId(f"{self._prefix}-{next(self._numbers)}"))
+        self._shell.post(Submitted(stream.request, plan))
+        self._streams[stream.request] = stream
+        try:
+            while True:
+                event = await stream.next()
+                yield event
+                if isinstance(event, RequestOutput):
+                    return
+        finally:
+            del self._streams[stream.request]
+            if not stream.over:
+                self._shell.post(Cancelled(stream.request))
+
+    async def call(
+        self,
+        stage: StageName,
+        method: str,
+        args: Mapping[str, Json] | None = None,
+        *,
+        replicas: Sequence[int] | None = None,
+        timeout_s: float = 30.0,
+    ) -> Mapping[int, Json]:
+        """See `omni.pipeline.Pipeline.call`."""
+        call = CallId(next(self._numbers))
+        answer: asyncio.Future[CallDone] = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        try:
+            self._shell.post(CallAsked(call, stage, method, args or {}, replicas, timeout_s))
+            done = await answer
+        finally:
+            del self._calls[call]
+        if done.errors:
+            raise failure(done.errors, stage, method)
+        return done.values
+
+    async def status(self) -> PipelineStatus:
+        return await asyncio.wrap_future(self._shell.ask(pipeline_status))
+
+    # --- news ---------------------------------------------------------------------------------------------------------
+
+    async def _pump_news(self) -> None:
+        queue = self._shell.news.async_q
+        while True:
+            batch = await queue.get()
+            self._shell.news_taken()
+            for news in batch:
+                self._route(news)
+            if any(isinstance(news, MembershipChanged) for news in batch):
+                await self._refresh()
+
+    def _route(self, news: News) -> None:
+        if isinstance(news, Tell):
+            stream = self._streams.get(news.request)
+            if stream is not None:
+                stream.push(news.news)
+        elif isinstance(news, CallDone):
+            answer = self._calls.get(news.call)
+            if answer is not None and not answer.done():
+                answer.set_result(news)
+        else:
+            for listener in self._listeners:
+                listener(news)

@@ -1,0 +1,138 @@
+"""The caller's end of one request: news in, typed events out. Belongs to the caller's event loop.
+
+Invariant: what waits here is bounded by the number of stages and outputs, however slow the caller is: text of one stage is
+joined, and only the latest progress and preview of a stage are kept.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from omni.events import Completed, Errored, PartArrived, RequestNews, StageFinished
+from omni.outputs import (
+    AudioOutput,
+    ImageOutput,
+    Output,
+    RequestEvent,
+    RequestOutput,
+    StageDone,
+    StagePreview,
+    StageProgress,
+    StageStarted,
+    TensorOutput,
+    TextDelta,
+    TextOutput,
+    TokensOutput,
+    VideoOutput,
+)
+from proto import messages
+from proto.errors import OmniError, ProtocolError, StageFailed, to_exception
+from proto.framing import tensor_at
+from proto.ids import RequestId, StageName
+from proto.messages import Audio, Images, Preview, Progress, Started, Tensor, Text, Tokens, Value, Video
+from proto.numpy_tensors import from_wire
+from proto.tensors import WireTensor
+
+
+class RequestStream:
+    """Filled by the engine (`push`), emptied by the caller (`next`)."""
+
+    def __init__(self, request: RequestId) -> None:
+        self.request = request
+        self.over = False  # the terminal news has come
+        self._waiting: deque[RequestNews] = deque()
+        self._stages: dict[StageName, StageDone] = {}
+        self._wake: asyncio.Future[None] | None = None
+
+    def push(self, news: RequestNews) -> None:
+        self.over = isinstance(news, Completed | Errored)
+        if not self._merged(news):
+            self._waiting.append(news)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _merged(self, news: RequestNews) -> bool:
+        """Join with what the caller has not taken yet, where that loses nothing."""
+        if not self._waiting or not isinstance(news, PartArrived):
+            return False
+        last = self._waiting[-1]
+        if not isinstance(last, PartArrived) or (last.stage, last.output) != (news.stage, news.output):
+            return False
+        if isinstance(last.part, messages.TextDelta) and isinstance(news.part, messages.TextDelta):
+            joined = messages.TextDelta(text=last.part.text + news.part.text)
+            self._waiting[-1] = PartArrived(news.stage, news.output, joined)
+            return True
+        if type(last.part) is type(news.part) and isinstance(news.part, Progress | Preview):
+            self._waiting[-1] = news
+            return True
+        return False
+
+    async def next(self) -> RequestEvent:
+        """The next event. After the `RequestOutput` there is none. Raises the `OmniError` of a request that failed."""
+        while not self._waiting:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+            self._wake = None
+        return self._event(self._waiting.popleft())
+
+    def _event(self, news: RequestNews) -> RequestEvent:
+        if isinstance(news, PartArrived):
+            return self._part(news)
+        if isinstance(news, StageFinished):
+            try:
+                outputs = [to_output(value, news.tensors) for value in news.outputs.values()]
+            except ProtocolError as error:
+                raise StageFailed(f"stage {news.stage} sent a broken output: {error}", stage=news.stage) from None
+            done = StageDone(
+                self.request, news.stage, outputs[0] if outputs else None, news.finish_reason, news.usage, news.timings
+            )
+            self._stages[news.stage] = done
+            return done
+        if isinstance(news, Errored):
+            raise to_exception(news.error)
+        return RequestOutput(self.request, self._stages, news.total_s)
+
+    def _part(self, news: PartArrived) -> RequestEvent:
+        part = news.part
+        if isinstance(part, messages.TextDelta):
+            return TextDelta(self.request, news.stage, part.text)
+        if isinstance(part, Progress):
+            return StageProgress(self.request, news.stage, part.step, part.total)
+        if isinstance(part, Started):
+            return StageStarted(self.request, news.stage, part.queue_s)
+        return StagePreview(self.request, news.stage, part.step, _pixels(part.tensor, news.tensors))
+
+
+def _pixels(index: int, tensors: Sequence[WireTensor]) -> "NDArray[np.uint8]":
+    array = from_wire(tensor_at(tensors, index))
+    if array.dtype != np.uint8:
+        raise ProtocolError(f"pixels are uint8, not {array.dtype}")
+    return cast("NDArray[np.uint8]", array)
+
+
+def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:
+    """A value from a stage as what callers get. Raises `ProtocolError` when it names no tensor or one of a wrong type."""
+    if isinstance(value, Text):
+        return TextOutput(value.text)
+    if isinstance(value, Images):
+        return ImageOutput(_pixels(value.tensor, tensors), value.seeds)
+    if isinstance(value, Audio):
+        samples = from_wire(tensor_at(tensors, value.tensor)).astype(np.float32, copy=False)
+        return AudioOutput(samples, value.sample_rate, value.seeds)
+    if isinstance(value, Video):
+        return VideoOutput(_pixels(value.tensor, tensors), value.fps, value.seeds)
+    if isinstance(value, Tokens):
+        return TokensOutput(value.ids)
+    if isinstance(value, Tensor):
+        return TensorOutput(from_wire(tensor_at(tensors, value.tensor)))
+    raise ProtocolError(f"a {type(value).__name__} value is no output")
+
+
+def failure(errors: Mapping[int, str], stage: StageName, method: str) -> OmniError:
+    """What the asker of a `call` gets when replicas failed: all of them named."""
+    text = "; ".join(f"replica {replica}: {error}" for replica, error in sorted(errors.items()))
+    return StageFailed(f"call {method!r} to stage {stage}: {text}", stage=stage)

@@ -1,0 +1,149 @@
+"""One ZeroMQ socket on one asyncio loop: messages in by callback, messages out without ever blocking.
+
+The socket's file descriptor is edge-triggered: it says that *something* changed, once. So whoever touches the socket
+must look at its events again afterwards. That rule is kept here and nowhere else. Used by master and stages alike.
+"""
+
+import asyncio
+import enum
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+import zmq
+
+from proto.tensors import Buffer
+
+BATCH: Final = 128
+"""Messages read in one go before other callbacks get their turn."""
+
+SMALL: Final = 65536
+"""Frames below this are copied into ZeroMQ (cheaper than tracking them); larger ones are sent from where they lie."""
+
+
+class Sent(enum.Enum):
+    OK = "ok"
+    FULL = "full"  # the peer does not keep up; try again later
+    GONE = "gone"  # no such peer any more
+
+
+class Port:
+    """Owns `sock`. `on_message(frames)` gets each message whole: for a ROUTER the first frame is the peer's identity.
+
+    The first `small` frames of a message (identity, header) come as bytes, the others as memoryviews of ZeroMQ's memory.
+    """
+
+    def __init__(
+        self,
+        sock: "zmq.Socket[bytes]",
+        loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[list[Buffer]], None],
+        small: int,
+    ) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._on_message = on_message
+        self._small = small
+        self._paused = False
+        self._turn = asyncio.Lock()
+        self._room: asyncio.Future[None] | None = None  # set while somebody waits for room
+        self._fd = sock.fileno()
+        loop.add_reader(self._fd, self._drain)
+        loop.call_soon(self._drain)
+
+    def send(self, frames: Sequence[Buffer]) -> Sent:
+        """Send one message now or say why not. A frame must not be written into afterwards."""
+        try:
+            if len(frames) <= self._small and len(frames[-1]) < SMALL:
+                self._sock.send_multipart(frames, zmq.NOBLOCK)
+            else:
+                self._sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            status = Sent.OK
+        except zmq.Again:
+            status = Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK, zmq.ETERM):
+                raise
+            status = Sent.GONE
+        if not self._paused and self._events() & zmq.POLLIN:
+            self._loop.call_soon(self._drain)
+        return status
+
+    async def send_wait(self, frames: Sequence[Buffer]) -> Sent:
+        """`send`, but wait while the peer is full; senders that wait keep their order. For a socket with a single peer."""
+        if not self._turn.locked() and (status := self.send(frames)) is not Sent.FULL:
+            return status
+        async with self._turn:
+            while (status := self.send(frames)) is Sent.FULL:
+                self._room = self._loop.create_future()
+                await self._room
+            return status
+
+    def pause(self) -> None:
+        """Read no more until `resume`: back-pressure on the peers."""
+        self._paused = True
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        if self._room is not None and not self._room.done() and self._events() & zmq.POLLOUT:
+            self._room.set_result(None)
+        for _ in range(BATCH):
+            if self._paused or self._sock.closed:
+                return
+            try:
+                frames = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            small = self._small
+            self._on_message([f.bytes if i < small else f.buffer for i, f in enumerate(frames)])
+        self._loop.call_soon(self._drain)
+
+    def _events(self) -> int:
+        return 0 if self._sock.closed else cast(int, self._sock.getsockopt(zmq.EVENTS))
+
+    def close(self) -> None:
+        if not self._sock.closed:
+            self._loop.remove_reader(self._fd)
+            self._sock.close(linger=0)
+
+
+def endpoint_of(sock: "zmq.Socket[bytes]") -> str:
+    """Where a bound socket listens, with the port that the system picked."""
+    return sock.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """("127.0.0.1", 5570) of "tcp://127.0.0.1:5570"; brackets of an IPv6 host are kept. Raises ValueError."""
+    scheme, sep, rest = endpoint.partition("://")
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not sep or not colon or not host or not (port.isdecimal() or port == "*"):
+        raise ValueError(f"{endpoint!r} is not tcp://HOST:PORT")
+    return host, 0 if port == "*" else int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host can be reached from this machine only."""
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return True
+    try:
+        packed = socket.inet_pton(socket.AF_INET6 if ":" in bare else socket.AF_INET, bare)
+    except OSError:
+        return False
+    return packed[0] == 127 if len(packed) == 4 else packed == b"\0" * 15 + b"\1"
+
+
+def tune(sock: "zmq.Socket[bytes]", *, max_frame_bytes: int, queue: int = 1000, ipv6: bool = False) -> None:
+    """The options that every socket here needs: bounded queues, bounded frames, no lingering, dead links noticed."""
+    sock.setsockopt(zmq.LINGER, 0)
+    sock.setsockopt(zmq.SNDHWM, queue)
+    sock.setsockopt(zmq.RCVHWM, queue)
+    sock.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+    sock.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    if ipv6:
+        sock.setsockopt(zmq.IPV6, 1)

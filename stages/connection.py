@@ -1,0 +1,151 @@
+"""A worker's two sockets to its master: the handshake, and typed messages both ways. No decisions about requests here.
+
+Each join has sockets of its own: nothing of an earlier session can be heard in, or sent into, a later one.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+
+from proto.errors import ProtocolError, StartError
+from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
+from proto.messages import Attach, Attached, ControlDown, ControlUp, DataDown, DataUp, Hello, Refuse, Welcome
+from proto.sockets import Port, split_endpoint, tune
+from proto.tensors import Buffer, WireTensor
+
+log = logging.getLogger("omni.stage")
+
+RETRY_REFUSED_S: Final = 1.0
+HINT_AFTER_S: Final = 5.0
+HEADER_PARTS: Final = 1
+
+
+class Refused(StartError):
+    """The master will not have this worker, and asking again would not help."""
+
+
+@dataclass(slots=True)
+class Handlers:
+    control: Callable[[ControlDown], None]
+    data: Callable[[DataDown, Sequence[WireTensor]], None]
+
+
+class Connection:
+    """One session. `junk` counts frames that were no messages."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", url: str) -> None:
+        self._context = context
+        self._url = url
+        self._loop = asyncio.get_running_loop()
+        self._greeting: asyncio.Queue[Welcome | Refuse | Attached] = asyncio.Queue()
+        self._handlers: Handlers | None = None
+        self._early: list[tuple[DataDown, Sequence[WireTensor]]] = []
+        self.junk = 0
+        host, _ = split_endpoint(url)
+        self._host = host
+        sock = self._socket(MAX_CONTROL_BYTES)
+        sock.connect(url)
+        self._control = Port(sock, self._loop, self._on_control, HEADER_PARTS)
+        self._data: Port | None = None
+
+    def _socket(self, max_frame_bytes: int) -> "zmq.Socket[bytes]":
+        sock = self._context.socket(zmq.DEALER)
+        tune(sock, max_frame_bytes=max_frame_bytes, ipv6=":" in self._host)
+        sock.setsockopt(zmq.RECONNECT_IVL, 100)
+        sock.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        return sock
+
+    # --- joining ------------------------------------------------------------------------------------------------------
+
+    async def join(self, hello: Hello) -> Welcome:
+        """Say hello until the master is there and has a slot. Raises `Refused` when it never will."""
+        welcome = await self._ask(hello)
+        sock = self._socket(welcome.limits.max_frame_bytes)
+        sock.connect(f"tcp://{self._host}:{welcome.data_port}")
+        self._data = Port(sock, self._loop, self._on_data, HEADER_PARTS)
+        await self._data.send_wait(DATA_UP.encode(Attach(session=welcome.session, epoch=welcome.epoch)))
+        while not isinstance(answer := await self._greeting.get(), Attached):
+            if isinstance(answer, Refuse):
+                raise ConnectionError(answer.reason)
+        return welcome
+
+    async def _ask(self, hello: Hello) -> Welcome:
+        hint = self._loop.call_later(
+            HINT_AFTER_S, log.warning, "no answer from a master at %s yet; waiting for it", self._url
+        )
+        try:
+            while True:
+                self.send_control(hello)
+                answer = await self._greeting.get()
+                hint.cancel()
+                if isinstance(answer, Welcome):
+                    return answer
+                if isinstance(answer, Refuse):
+                    if not answer.retry:
+                        raise Refused(
+                            f"the master at {self._url} refuses this worker: {answer.reason}", stage=hello.stage
+                        )
+                    log.warning("the master says: %s; asking again", answer.reason)
+                    await asyncio.sleep(RETRY_REFUSED_S)  # the slot is taken: only asking again can tell
+        finally:
+            hint.cancel()
+
+    def serve(self, handlers: Handlers) -> None:
+        """From now on messages go to `handlers`; those that came since `join` come first."""
+        self._handlers = handlers
+        for message, tensors in self._early:
+            handlers.data(message, tensors)
+        self._early.clear()
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def send_control(self, message: ControlUp) -> None:
+        """Control messages are small and rare: when even they do not fit, the master is as good as gone."""
+        self._control.send(CONTROL_UP.encode(message))
+
+    async def send_data(self, message: DataUp, tensors: Sequence[WireTensor] = ()) -> None:
+        """Waits while the master does not keep up."""
+        if self._data is not None:
+            await self._data.send_wait(DATA_UP.encode(message, tensors))
+
+    def _on_control(self, frames: list[Buffer]) -> None:
+        try:
+            message, _ = CONTROL_DOWN.decode(frames)
+        except ProtocolError as error:
+            self._drop(error)
+            return
+        if isinstance(message, Welcome | Refuse) and self._handlers is None:
+            self._greeting.put_nowait(message)
+        elif self._handlers is not None:
+            self._handlers.control(message)
+
+    def _on_data(self, frames: list[Buffer]) -> None:
+        try:
+            message, tensors = DATA_DOWN.decode(frames)
+        except ProtocolError as error:
+            self._drop(error)
+            return
+        if isinstance(message, Attached):
+            self._greeting.put_nowait(message)
+        elif self._handlers is not None:
+            self._handlers.data(message, tensors)
+        else:
+            self._early.append((message, tensors))
+
+    def _drop(self, error: ProtocolError) -> None:
+        self.junk += 1
+        log.warning("dropped a frame from the master: %s", error)
+
+    def close(self) -> None:
+        self._control.close()
+        if self._data is not None:
+            self._data.close()
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)

@@ -1,0 +1,260 @@
+"""The thread that owns the engine and the device. Commands in and reports out through bounded janus queues.
+
+It blocks on the command queue while the engine has nothing to do, and looks at it between any two steps otherwise; so it
+never polls, and nothing waits longer than one step. Counters are plain numbers that the I/O loop reads for heartbeats.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import janus
+
+from proto.errors import ErrorCode, ErrorInfo, OmniError
+from proto.ids import CallId, RequestId
+from proto.messages import StageInfo, Started, Timings
+from proto.params import Json
+from stages.engine import Emit, Engine, Event, Failed, Finished, Job, LoadContext, Publish
+
+log = logging.getLogger("omni.stage")
+
+COMMANDS: Final = 4096
+REPORTS: Final = 256
+SMOOTHING: Final = 0.1
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    job: Job
+    received_at: float
+    pull_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class DropAll:
+    """The master is gone: nobody wants any of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    call: CallId
+    method: str
+    args: Mapping[str, Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Quit:
+    pass
+
+
+Command = Run | Drop | DropAll | Ask | Quit
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    note: str
+    done: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    info: StageInfo
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """The engine could not load, or a step raised: this process is of no more use."""
+
+    error: str
+    loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """`Finished`, with its times."""
+
+    finished: Finished
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    call: CallId
+    ok: bool
+    value: Json
+    error: str
+
+
+Report = Loading | Loaded | Broken | Done | Dropped | Answer | Emit | Publish | Failed
+
+
+@dataclass(slots=True)
+class _Times:
+    received_at: float
+    pull_s: float
+    started_at: float | None = None
+
+
+class EngineThread:
+    """`make_engine` runs in the thread, because it imports what the engine needs (torch)."""
+
+    def __init__(self, make_engine: Callable[[], Engine], context: LoadContext) -> None:
+        self.commands: janus.Queue[Command] = janus.Queue(COMMANDS)
+        self.reports: janus.Queue[list[Report]] = janus.Queue(REPORTS)
+        self.steps = 0
+        self.queued = 0
+        self.running = 0
+        self.step_s = 0.0
+        self._make = make_engine
+        self._context = context
+        self._times: dict[RequestId, _Times] = {}
+        self._out: list[Report] = []
+        self._thread = threading.Thread(target=self._run, name="omni-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        loaded = False
+        try:
+            engine = self._load()
+            loaded = True
+            self._serve(engine)
+            engine.close()
+        except Exception as error:
+            log.exception("the engine of stage %s is broken", self._context.stage)
+            text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(janus.SyncQueueShutDown):
+                self.reports.sync_q.put([*self._out, Broken(text, loaded)])
+
+    def _load(self) -> Engine:
+        started = time.monotonic()
+        engine = self._make()
+        info = engine.load(self._context)
+        _check_defaults(self._context, info)
+        self._report(Loaded(info, time.monotonic() - started))
+        return engine
+
+    def report_loading(self, note: str, done: float | None) -> None:
+        """For `LoadContext.report`."""
+        self._report(Loading(note, done))
+
+    def _report(self, report: Report) -> None:
+        self.reports.sync_q.put([report])
+
+    def _serve(self, engine: Engine) -> None:
+        commands = self.commands.sync_q
+        while True:
+            if not engine.has_work and not self._obey(engine, commands.get()):
+                return
+            with contextlib.suppress(janus.SyncQueueEmpty):
+                while True:
+                    if not self._obey(engine, commands.get_nowait()):
+                        return
+            if engine.has_work:
+                self._step(engine)
+            stats = engine.stats()
+            self.queued, self.running = stats.queued, stats.running
+            if self._out:
+                self.reports.sync_q.put(self._out)
+                self._out = []
+
+    def _step(self, engine: Engine) -> None:
+        started = time.monotonic()
+        events = engine.step()
+        now = time.monotonic()
+        self.steps += 1
+        self.step_s += SMOOTHING * (now - started - self.step_s) if self.steps > 1 else now - started
+        for event in events:
+            self._event(event, now)
+
+    def _event(self, event: Event, now: float) -> None:
+        times = self._times.get(event.request)
+        if times is None:
+            return  # aborted, and the engine was in the middle of saying something about it
+        if isinstance(event, Emit) and isinstance(event.part, Started):
+            times.started_at = now
+            event = Emit(event.request, event.output, Started(queue_s=now - times.received_at))
+        if isinstance(event, Finished):
+            del self._times[event.request]
+            started = times.received_at if times.started_at is None else times.started_at
+            timings = Timings(started - times.received_at, now - started, times.pull_s, dict(event.detail))
+            self._out.append(Done(event, timings))
+            return
+        if isinstance(event, Failed):
+            del self._times[event.request]
+        self._out.append(event)
+
+    def _obey(self, engine: Engine, command: Command) -> bool:
+        """Carry out one command; False ends the thread."""
+        if isinstance(command, Run):
+            self._submit(engine, command)
+        elif isinstance(command, Drop):
+            if self._times.pop(command.request, None) is not None:
+                engine.abort(command.request)
+            self._out.append(Dropped(command.request))
+        elif isinstance(command, DropAll):
+            for request in list(self._times):
+                engine.abort(request)
+            self._times.clear()
+        elif isinstance(command, Ask):
+            self._out.append(self._ask(engine, command))
+        return not isinstance(command, Quit)
+
+    def _submit(self, engine: Engine, command: Run) -> None:
+        request = command.job.request
+        self._times[request] = _Times(command.received_at, command.pull_s)
+        try:
+            engine.submit(command.job)
+        except Exception as error:  # noqa: BLE001 - a fault stays with its request
+            del self._times[request]
+            self._out.append(Failed(request, self._error(error)))
+
+    def _ask(self, engine: Engine, command: Ask) -> Answer:
+        try:
+            return Answer(command.call, True, engine.call(command.method, command.args), "")
+        except Exception as error:  # noqa: BLE001 - the asker is told
+            return Answer(command.call, False, None, self._error(error).message)
+
+    def _error(self, error: Exception) -> ErrorInfo:
+        if isinstance(error, OmniError):
+            return error.info
+        log.error("stage %s: a request raised", self._context.stage, exc_info=error)
+        return ErrorInfo(ErrorCode.STAGE_FAILED, f"{type(error).__name__}: {error}", self._context.stage)
+
+
+def _check_defaults(context: LoadContext, info: StageInfo) -> None:
+    """The deploy's defaults go with every request, so one that the model cannot take must stop the start."""
+    if info.params is None:
+        return
+    for name in context.spec.defaults.__struct_fields__:
+        if getattr(context.spec.defaults, name) is not None and name not in info.params and name != "extra":
+            raise OmniError(
+                f"stages.{context.stage}.defaults.{name}: {info.model} does not take it;"
+                f" it takes: {', '.join(sorted(info.params))}",
+                stage=context.stage,
+                field=name,
+            )

@@ -1,0 +1,431 @@
+"""The stage worker: joins a master, runs an engine in its thread, and moves messages between the two.
+
+    join -> load -> serve -> (master lost: join again, with the engine as it is) ... -> leave
+
+The I/O loop lives here, the engine in `stages.engine_thread`. Nothing polls: wake-ups come from sockets, queues, timers
+and signals. A worker whose master is gone drops its work at once, since nobody waits for it, and says hello again.
+"""
+
+import asyncio
+import enum
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Final
+
+import janus
+import zmq
+
+from proto.errors import ErrorCode, ErrorInfo
+from proto.ids import StageName
+from proto.messages import (
+    PROTOCOL,
+    Abort,
+    Aborted,
+    BeatAck,
+    Call,
+    CallReply,
+    ControlDown,
+    DataDown,
+    Drain,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    LoadFailed,
+    LoadProgress,
+    Ready,
+    Refuse,
+    Shutdown,
+    StageInfo,
+    Submit,
+    Welcome,
+)
+from proto.params import Json
+from proto.tensors import WireTensor
+from stages.connection import Connection, Handlers, new_nonce
+from stages.engine import Emit, Failed, LoadContext, Publish
+from stages.engine_thread import (
+    Answer,
+    Ask,
+    Broken,
+    Command,
+    Done,
+    DropAll,
+    Dropped,
+    EngineThread,
+    Loaded,
+    Loading,
+    Report,
+)
+from stages.engines import engine_factory
+from stages.payload.relay import MasterRelay
+from stages.payload.store import PayloadStore
+from stages.requests import Requests
+
+log = logging.getLogger("omni.stage")
+
+SILENT_BEATS: Final = 10
+"""Heartbeats without an acknowledgement after which the master is taken for gone."""
+
+MIN_SILENCE_S: Final = 5.0
+LAST_WORDS_S: Final = 2.0
+PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """`devices` override the deploy's; `replica` None takes any free slot."""
+
+    master: str
+    stage: StageName
+    replica: int | None = None
+    devices: tuple[str, ...] = ()
+
+
+class Ended(enum.Enum):
+    """Why a session ended."""
+
+    MASTER_LOST = "lost"  # join again
+    LEFT = "left"  # drained, or told to go
+    BROKEN = "broken"
+
+
+class Worker:
+    """Runs until told to go; `run` gives the process's exit status."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._engine: EngineThread | None = None
+        self._config_hash: str | None = None
+        self._loaded: Loaded | None = None
+        self._broken: Broken | None = None
+        self._session: _Session | None = None
+        self._signals = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._joining: asyncio.Task[Welcome] | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            while True:
+                ended = await self._one_session()
+                if ended is Ended.LEFT:
+                    return 0
+                if ended is Ended.BROKEN:
+                    return 1
+                log.warning("the master at %s is gone; waiting for it", self._options.master)
+        finally:
+            self._context.destroy(linger=int(LAST_WORDS_S * 1000))
+
+    async def _one_session(self) -> Ended:
+        connection = Connection(self._context, self._options.master)
+        try:
+            self._joining = asyncio.create_task(connection.join(self._hello()))
+            try:
+                welcome = await self._joining
+            except asyncio.CancelledError:
+                return Ended.LEFT  # a signal, while there was no master
+            except ConnectionError as error:
+                log.warning("joining failed: %s", error)
+                return Ended.MASTER_LOST
+            finally:
+                self._joining = None
+            log.info(
+                "stage %s/%s joined %s (epoch %s)",
+                self._options.stage,
+                welcome.replica,
+                self._options.master,
+                welcome.epoch,
+            )
+            engine = self._start_engine(welcome)
+            self._session = _Session(connection, welcome, engine, self._loaded, self._options)
+            if self._signals:
+                self._session.drain()
+            ended = await self._session.serve(self._remember)
+            if ended is Ended.MASTER_LOST:
+                engine.commands.async_q.put_nowait(DropAll())
+            return ended
+        finally:
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+            connection.close()
+
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol=PROTOCOL,
+            build=_build(),
+            stage=self._options.stage,
+            nonce=new_nonce(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            replica=self._options.replica,
+            devices=self._options.devices,
+            config_hash=self._config_hash,
+        )
+
+    def _start_engine(self, welcome: Welcome) -> EngineThread:
+        """The engine, started if this is the first join. One that is loaded serves again if its config is the same."""
+        if self._engine is not None:
+            if welcome.config_hash != self._config_hash:
+                # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
+                log.warning("the stage's config has changed; restarting this worker")
+                _restart()
+            return self._engine
+        self._config_hash = welcome.config_hash
+        if welcome.spec.threads is not None:
+            os.environ.setdefault("OMP_NUM_THREADS", str(welcome.spec.threads))  # before torch is imported
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        devices = self._options.devices or welcome.spec.devices
+        engine = EngineThread(
+            engine_factory(welcome.spec), self._context_for(welcome, devices[welcome.replica % len(devices)])
+        )
+        engine.start()
+        self._engine = engine
+        return engine
+
+    def _context_for(self, welcome: Welcome, device: str) -> LoadContext:
+        def report(note: str, done: float | None = None) -> None:
+            assert self._engine is not None
+            self._engine.report_loading(note, done)
+
+        return LoadContext(self._options.stage, welcome.spec, welcome.limits, device, welcome.publishes, report)
+
+    def _remember(self, report: Loaded) -> None:
+        self._loaded = report
+
+    def _signalled(self) -> None:
+        """The first signal drains, the second ends at once."""
+        self._signals += 1
+        if self._joining is not None:
+            self._joining.cancel()
+        elif self._session is not None:
+            if self._signals > 1:
+                self._session.end(Ended.LEFT)
+            else:
+                self._session.drain()
+
+
+class _Session:
+    """From Welcome to the end of this epoch."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        welcome: Welcome,
+        engine: EngineThread,
+        loaded: Loaded | None,
+        options: WorkerOptions,
+    ) -> None:
+        self._connection = connection
+        self._welcome = welcome
+        self._engine = engine
+        self._loaded = loaded
+        self._stage = options.stage
+        self._failed_to_load = False
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._draining = False
+        self._last_ack = self._loop.time()
+        epoch = welcome.epoch
+        self._store = PayloadStore(options.stage, welcome.replica, epoch, welcome.spec.edge.lease)
+        self._relay = MasterRelay(options.stage, epoch, self._store, connection.send_data)
+        self._requests = Requests(
+            options.stage, welcome.spec, epoch, self._relay, self._to_engine, connection.send_data, self._aborted
+        )
+        self._payload_messages: asyncio.Queue[tuple[DataDown, Sequence[WireTensor]]] = asyncio.Queue()
+
+    async def serve(self, on_loaded: Callable[[Loaded], None]) -> Ended:
+        self._on_loaded = on_loaded
+        if self._loaded is not None:
+            self._say_ready(self._loaded.info, 0.0)
+        self._connection.serve(Handlers(self._control, self._data))
+        tasks = [
+            asyncio.create_task(self._read_reports()),
+            asyncio.create_task(self._read_payload_messages()),
+        ]
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        self._beat()
+        try:
+            return await self._ended
+        finally:
+            self._timer.cancel()
+            for task in tasks:
+                task.cancel()
+            self._connection.send_control(Goodbye(epoch=self._welcome.epoch, reason=self._ended.result().value))
+
+    def end(self, why: Ended) -> None:
+        if not self._ended.done():
+            self._ended.set_result(why)
+
+    def drain(self) -> None:
+        """Take no new work, finish what is here, then leave. While still loading there is nothing to finish."""
+        if not self._draining:
+            self._draining = True
+            self._connection.send_control(Leaving(epoch=self._welcome.epoch))
+        if self._loaded is None or not self._busy():
+            self.end(Ended.LEFT)
+
+    def _busy(self) -> bool:
+        return len(self._requests) > 0 or len(self._store) > 0
+
+    def close(self) -> None:
+        self._requests.close()
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the worker's loop failed", exc_info=error)
+            self.end(Ended.BROKEN)
+
+    # --- liveness -----------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """Report progress, and look whether the master still answers."""
+        every = self._welcome.heartbeat_s
+        engine = self._engine
+        beat = Heartbeat(
+            epoch=self._welcome.epoch,
+            steps=engine.steps,
+            queued=engine.queued,
+            running=engine.running,
+            step_s=engine.step_s,
+            leases=len(self._store),
+            lease_bytes=self._store.nbytes,
+            rss_bytes=_rss(),
+        )
+        self._connection.send_control(beat)
+        if self._draining and not self._busy():
+            self.end(Ended.LEFT)
+        if self._loop.time() - self._last_ack > max(MIN_SILENCE_S, SILENT_BEATS * every):
+            self.end(Ended.MASTER_LOST)
+        self._timer = self._loop.call_later(every, self._beat)
+
+    # --- from the master ----------------------------------------------------------------------------------------------
+
+    def _control(self, message: ControlDown) -> None:
+        if isinstance(message, BeatAck):
+            self._last_ack = self._loop.time()
+        elif isinstance(message, Abort):
+            self._requests.abort(message.request)
+        elif isinstance(message, Call):
+            if not self._to_engine(Ask(message.call, message.method, message.args)):
+                self._reply(Answer(message.call, False, None, "the engine takes no more commands now"))
+        elif isinstance(message, Drain):
+            self.drain()
+        elif isinstance(message, Shutdown):
+            log.info("told to go: %s", message.reason)
+            self.end(Ended.BROKEN if self._failed_to_load else Ended.LEFT)
+        elif isinstance(message, Refuse):
+            self.end(Ended.MASTER_LOST)  # another master than the one that welcomed us
+
+    def _data(self, message: DataDown, tensors: Sequence[WireTensor]) -> None:
+        if isinstance(message, Submit):
+            if message.epoch == self._welcome.epoch:
+                self._requests.submit(message, tensors)
+        else:
+            self._payload_messages.put_nowait((message, tensors))
+
+    async def _read_payload_messages(self) -> None:
+        while True:
+            message, tensors = await self._payload_messages.get()
+            await self._relay.handle(message, tensors)  # type: ignore[arg-type] # the lane has nothing else
+
+    # --- to and from the engine ---------------------------------------------------------------------------------------
+
+    def _to_engine(self, command: Command) -> bool:
+        try:
+            self._engine.commands.async_q.put_nowait(command)
+        except janus.AsyncQueueFull:
+            return False
+        return True
+
+    async def _read_reports(self) -> None:
+        queue = self._engine.reports.async_q
+        while True:
+            for report in await queue.get():
+                await self._report(report)
+            if self._draining and not self._busy():
+                self.end(Ended.LEFT)
+
+    async def _report(self, report: Report) -> None:
+        if isinstance(report, Emit):
+            await self._requests.emit(report)
+        elif isinstance(report, Done):
+            await self._requests.finish(report)
+        elif isinstance(report, Publish):
+            await self._requests.publish_event(report)
+        elif isinstance(report, Failed):
+            await self._requests.fail(report)
+        elif isinstance(report, Dropped):
+            self._requests.dropped(report.request)
+        elif isinstance(report, Answer):
+            self._reply(report)
+        elif isinstance(report, Loading):
+            self._connection.send_control(
+                LoadProgress(epoch=self._welcome.epoch, note=report.note[:4096], done=report.done)
+            )
+        elif isinstance(report, Loaded):
+            self._loaded = report
+            self._on_loaded(report)
+            self._say_ready(report.info, report.seconds)
+        else:
+            await self._give_up(report)
+
+    def _say_ready(self, info: StageInfo, load_s: float) -> None:
+        self._connection.send_control(Ready(epoch=self._welcome.epoch, info=info, load_s=load_s))
+
+    async def _give_up(self, broken: Broken) -> None:
+        """The engine is of no more use. Before the process ends, everybody who waits is told."""
+        epoch = self._welcome.epoch
+        if broken.loaded:
+            text = f"the engine is broken: {broken.error}"
+            await self._requests.fail_all(ErrorInfo(ErrorCode.STAGE_FAILED, text, self._stage))
+            self.end(Ended.BROKEN)
+        else:
+            self._failed_to_load = True
+            log.error("could not load: %s", broken.error)
+            self._connection.send_control(LoadFailed(epoch=epoch, error=broken.error[:4096]))
+            # The master answers with Shutdown, so it knows the reason before it sees this process end.
+            self._loop.call_later(LAST_WORDS_S, self.end, Ended.BROKEN)
+
+    def _reply(self, answer: Answer) -> None:
+        epoch = self._welcome.epoch
+        value: Json = answer.value
+        self._connection.send_control(
+            CallReply(epoch=epoch, call=answer.call, ok=answer.ok, value=value, error=answer.error[:4096])
+        )
+
+    def _aborted(self, message: Aborted) -> None:
+        self._connection.send_control(message)
+
+
+def _rss() -> int:
+    """Resident bytes of this process now, where the system says so, else their maximum."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * PAGE
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _build() -> str:
+    try:
+        return version("omni-pipeline")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _restart() -> None:
+    """Become a fresh process with the same command line."""
+    import sys
+
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
