@@ -1,0 +1,161 @@
+"""From a job to the pipeline's arguments. `check` refuses before any work; `build` makes them, tensors on the device.
+
+Precedence, strongest first: the job's inputs, its params, its `extra`, the recipe's `fixed`, the pipeline's own defaults.
+An argument that nobody set is not passed at all, so that the pipeline's default stands; a 0 is passed like any other value.
+"""
+
+import difflib
+import secrets
+from collections.abc import Mapping
+
+import msgspec
+import torch
+
+from proto.errors import InvalidRequest
+from proto.messages import Chat, Images, Text
+from proto.params import MAX_SEED, DiffusionParams, Json
+from stages.diffusion import tensor_inputs
+from stages.diffusion.loading import Painter
+from stages.engine import Job
+
+_SAME_NAME = ("width", "height", "num_inference_steps", "strength")
+_SEED_RANGE = 2**31
+
+
+def check(job: Job, painter: Painter) -> DiffusionParams:
+    """The job's params. Raises `InvalidRequest` naming the field, if the pipeline could not do what the job asks."""
+    if not isinstance(job.params, DiffusionParams):
+        raise _refusal(painter, "takes the parameters of a diffusion stage, not of an AR stage", "params")
+    _check_params(job.params, painter)
+    _check_outputs(job, painter)
+    _check_inputs(job, painter)
+    return job.params
+
+
+def choose_seeds(params: DiffusionParams) -> tuple[int, ...]:
+    """One seed an image: `seed + k`, from a random start if none was asked for."""
+    first = secrets.randbelow(_SEED_RANGE) if params.seed is None else params.seed
+    return tuple(range(first, first + (params.num_images or 1)))
+
+
+def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> dict[str, Json]:
+    """Keyword arguments for the pipeline's `__call__`, but for its output type and callback."""
+    arguments: dict[str, Json] = {**painter.recipe.fixed, **_extra(params, painter)}
+    arguments.update({n: v for n, v in _set_fields(params).items() if n in _SAME_NAME})
+    if params.guidance_scale is not None and painter.recipe.guidance is not None:
+        arguments[painter.recipe.guidance] = params.guidance_scale
+    arguments.update(tensor_inputs.build(job, painter))
+    _add_texts(arguments, job, params, painter)
+    if "generator" in painter.signature:
+        generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+        arguments["generator"] = generators[0] if len(generators) == 1 else generators
+    if len(seeds) > 1:
+        _ask_for_several(arguments, len(seeds), painter)
+    return arguments
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _refusal(painter: Painter, problem: str, field: str) -> InvalidRequest:
+    return InvalidRequest(f"stage {painter.stage}: {painter.info.model} {problem}", stage=painter.stage, field=field)
+
+
+def _set_fields(params: DiffusionParams) -> dict[str, Json]:
+    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+
+
+def _check_params(params: DiffusionParams, painter: Painter) -> None:
+    known = painter.info.params or ()
+    for name in _set_fields(params):
+        if name not in known and not (name == "num_images" and params.num_images == 1):
+            raise _refusal(painter, f"has no use for {name}; leave it out", name)
+    for name in params.extra or {}:
+        if name not in painter.signature.plain:
+            near = difflib.get_close_matches(name, painter.signature.plain, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are: {', '.join(painter.info.accepts)}"
+            raise _refusal(painter, f"takes no extra argument {name!r}; {hint}", f"extra.{name}")
+    multiple = painter.info.size_multiple
+    for name, value in (("width", params.width), ("height", params.height)):
+        if value is not None and value % multiple:
+            below = value - value % multiple
+            near_sizes = f"{below} or {below + multiple}" if below else f"{multiple}"
+            raise _refusal(painter, f"needs a {name} that is a multiple of {multiple}, not {value}: {near_sizes}", name)
+    if params.seed is not None and params.seed + (params.num_images or 1) - 1 > MAX_SEED:
+        raise _refusal(painter, f"cannot use seeds beyond {MAX_SEED}; lower the seed {params.seed}", "seed")
+
+
+def _check_outputs(job: Job, painter: Painter) -> None:
+    wanted = {*job.emit, *job.publish}
+    for name in sorted(wanted - set(painter.info.outputs)):
+        raise _refusal(painter, f"has no output {name!r}, only {', '.join(painter.info.outputs)}", "outputs")
+    if "latents" in wanted and len(wanted) > 1 and not painter.recipe.final_latents:
+        raise _refusal(painter, "gives either latents or decoded outputs in one call; ask for one of them", "outputs")
+
+
+def _check_inputs(job: Job, painter: Painter) -> None:
+    given = {*job.inputs, *job.payloads}
+    for name in sorted(given - set(painter.info.inputs)):
+        raise _refusal(painter, f"has no input {name!r}, only {', '.join(painter.info.inputs)}", name)
+    for name in ("prompt", "negative_prompt"):
+        if name in job.payloads or not isinstance(job.inputs.get(name, Text(text="")), Text | Chat):
+            raise _refusal(painter, f"takes its {name} as text", name)
+    if not isinstance(job.inputs.get("image", Images(tensor=0)), Images):
+        raise _refusal(painter, "takes its image as a picture", "image")
+    embeds = [name for name in given if name.endswith("prompt_embeds") and not name.startswith("negative_")]
+    if painter.recipe.needs_prompt and "prompt" not in given and not embeds:
+        raise _refusal(painter, "needs a prompt", "prompt")
+    if painter.recipe.needs_image and "image" not in given:
+        raise _refusal(painter, "needs an image to start from", "image")
+    several = (job.params.num_images or 1) if isinstance(job.params, DiffusionParams) else 1
+    if several > 1 and painter.recipe.count is None and embeds:
+        raise _refusal(painter, "makes one item from given embeddings; num_images must be 1", "num_images")
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _extra(params: DiffusionParams, painter: Painter) -> Mapping[str, Json]:
+    """JSON has no tuples, but some pipelines add theirs to one another."""
+    return {
+        name: tuple(value) if name in painter.signature.tuples and isinstance(value, list) else value
+        for name, value in (params.extra or {}).items()
+    }
+
+
+def _text(job: Job, name: str) -> str | None:
+    """The input's text; of a chat, what the user said last."""
+    value = job.inputs.get(name)
+    if isinstance(value, Text):
+        return value.text
+    if isinstance(value, Chat):
+        return next((m.content for m in reversed(value.messages) if m.role == "user"), "")
+    return None
+
+
+def _add_texts(arguments: dict[str, Json], job: Job, params: DiffusionParams, painter: Painter) -> None:
+    """Pipelines refuse a text beside its embeddings, and some have a text as default: embeddings win, texts become None."""
+    negative = _text(job, "negative_prompt")
+    texts = {
+        "prompt": _text(job, "prompt"),
+        "negative_prompt": params.negative_prompt if negative is None else negative,
+    }
+    for name, text in texts.items():
+        if name not in painter.signature:
+            continue
+        embedded = f"{name}_embeds" in arguments
+        if text is not None and not embedded:
+            arguments[name] = text
+        elif name not in painter.signature.defaults or (embedded and painter.signature.defaults[name] is not None):
+            arguments[name] = None
+
+
+def _ask_for_several(arguments: dict[str, Json], count: int, painter: Painter) -> None:
+    if painter.recipe.count is not None:
+        arguments[painter.recipe.count] = count
+    elif "prompt" in painter.signature:
+        for name in ("prompt", "negative_prompt"):
+            if isinstance(arguments.get(name), str):
+                arguments[name] = [arguments[name]] * count
+    else:
+        arguments["batch_size"] = count

@@ -1,0 +1,92 @@
+"""What diffusers leaves without a type: reading facts from a pipeline object and its components.
+
+diffusers has no common base for these attributes, so each is asked for here, by name, and may be missing. Nothing else in
+the stage looks into a pipeline's attributes.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from diffusers import DiffusionPipeline, SchedulerMixin
+
+from proto.params import Json
+
+DENOISERS: Final = ("transformer", "transformer_2", "unet", "prior", "decoder")
+"""Components that are called at every denoising step, in the order of their importance."""
+
+_SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "movq_scale_factor")
+_SAMPLE_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
+
+
+def modules(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The components with weights, by name."""
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def schedulers(pipe: DiffusionPipeline) -> dict[str, SchedulerMixin]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, SchedulerMixin)}
+
+
+def denoisers(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
+    found = modules(pipe)
+    return [found[name] for name in DENOISERS if name in found]
+
+
+def attribute(pipe: DiffusionPipeline, *names: str) -> Json:
+    """The first of the pipeline's own attributes that exists, or None."""
+    own = vars(pipe)
+    return next((own[name] for name in names if own.get(name) is not None), None)
+
+
+def setting(component: Json, *names: str) -> Json:
+    """The first of the names that a component's config has a value for, or None. None for a missing component."""
+    if component is None:
+        return None
+    config = vars(component).get("config") or vars(component).get("_internal_dict")
+    values = config if isinstance(config, Mapping) else config.to_dict() if config is not None else {}
+    return next((values[name] for name in names if values.get(name) is not None), None)
+
+
+def denoiser_setting(pipe: DiffusionPipeline, *names: str) -> Json:
+    """`setting` of the main denoiser."""
+    found = denoisers(pipe)
+    return setting(found[0], *names) if found else None
+
+
+def scale_factor(pipe: DiffusionPipeline) -> int:
+    """Pixels per latent, along one side."""
+    return int(attribute(pipe, *_SPATIAL) or 1)
+
+
+def patch_size(pipe: DiffusionPipeline) -> int:
+    """Latents per token of the denoiser, along one side."""
+    size = denoiser_setting(pipe, "patch_size")
+    if isinstance(size, (list, tuple)):
+        return int(size[-1])
+    return int(size or 1)
+
+
+def processor_factor(pipe: DiffusionPipeline) -> int:
+    """What the pipeline's own image or video processor rounds sizes to, in pixels."""
+    return int(setting(attribute(pipe, "image_processor", "video_processor"), "vae_scale_factor") or 1)
+
+
+def sample_rate(pipe: DiffusionPipeline) -> int | None:
+    """Hz of the audio that leaves the last component that has to do with sound, or None if there is none."""
+    parts = pipe.components
+    said = [setting(parts.get(name), *_SAMPLE_RATES) for name in ("vocoder", "audio_vae", "vae", "unet")]
+    rate = next((rate for rate in said if rate is not None), attribute(pipe, "sample_rate", "audio_sampling_rate"))
+    return None if rate is None else int(rate)
+
+
+def planned_steps(pipe: DiffusionPipeline, scheduler: SchedulerMixin | None) -> int:
+    """How many steps the running call will make: what the pipeline says, else what its scheduler was set to."""
+    said = attribute(pipe, "_num_timesteps")
+    if said:
+        return int(said)
+    if scheduler is None:
+        return 0
+    state = vars(scheduler)
+    timesteps = state.get("timesteps")
+    return 0 if timesteps is None else len(timesteps) - int(state.get("_begin_index") or 0)

@@ -1,0 +1,110 @@
+"""Inputs that are tensors or pictures: from wire tensors to what a pipeline takes, on its device and in its dtype.
+
+Invariant: the pipeline gets copies. What arrived may be memory of ZeroMQ's or shared, and pipelines write in place.
+"""
+
+import torch
+from PIL import Image
+
+from proto.errors import InvalidRequest
+from proto.messages import Images, Tensor, Tokens
+from proto.numpy_tensors import from_wire as numpy_from_wire
+from proto.params import Json
+from proto.tensors import Dtype, WireTensor
+from proto.torch_tensors import from_wire
+from stages.diffusion.loading import Painter
+from stages.engine import Job, PulledPayload
+
+_MASKS = ("{}_mask", "{}_attention_mask")
+
+
+def build(job: Job, painter: Painter) -> dict[str, Json]:
+    """Arguments for the job's image, its tensors and its payloads, with the masks that belong to them."""
+    found: dict[str, torch.Tensor] = {}
+    arguments: dict[str, Json] = {}
+    for name, value in job.inputs.items():
+        if isinstance(value, Images):
+            arguments[name] = _pictures(_wire_tensor(job, value.tensor, name, painter), name, painter)
+        elif isinstance(value, Tensor):
+            found[name] = from_wire(_wire_tensor(job, value.tensor, name, painter))
+        elif isinstance(value, Tokens):
+            found[name] = torch.tensor(value.ids, dtype=torch.int64)
+    for name, payload in job.payloads.items():
+        if name == "image":
+            arguments[name] = _pictures(_main_tensor(payload, name, painter), name, painter)
+        else:
+            found.update(_payload_tensors(payload, name, painter))
+    rows = {name: _with_rows(name, _placed(tensor, painter)) for name, tensor in found.items()}
+    _complete_masks(rows, painter)
+    arguments.update({n: list(t) if n in painter.signature.lists else t for n, t in rows.items()})
+    return arguments
+
+
+def _problem(painter: Painter, name: str, text: str) -> InvalidRequest:
+    return InvalidRequest(f"stage {painter.stage}: input {name}: {text}", stage=painter.stage, field=name)
+
+
+def _wire_tensor(job: Job, index: int, name: str, painter: Painter) -> WireTensor:
+    if index >= len(job.tensors):
+        raise _problem(painter, name, f"names tensor {index}, but the request has {len(job.tensors)}")
+    return job.tensors[index]
+
+
+def _main_tensor(payload: PulledPayload, name: str, painter: Painter) -> WireTensor:
+    """The tensor named as the input, or the only one."""
+    if name in payload.tensors:
+        return payload.tensors[name]
+    if len(payload.tensors) == 1:
+        return next(iter(payload.tensors.values()))
+    names = ", ".join(payload.tensors) or "nothing"
+    raise _problem(painter, name, f"the payload must hold one tensor or one of that name; it holds {names}")
+
+
+def _payload_tensors(payload: PulledPayload, name: str, painter: Painter) -> dict[str, torch.Tensor]:
+    """The main tensor, and further ones that are arguments by their own names, such as a mask or pooled embeddings."""
+    further = {n: from_wire(t) for n, t in payload.tensors.items() if n != name and len(payload.tensors) > 1}
+    for other in further:
+        if other not in painter.signature.tensors:
+            raise _problem(painter, name, f"the payload's tensor {other!r} is no argument of {painter.info.model}")
+    return {**further, name: from_wire(_main_tensor(payload, name, painter))}
+
+
+def _placed(tensor: torch.Tensor, painter: Painter) -> torch.Tensor:
+    dtype = painter.dtype if tensor.is_floating_point() else tensor.dtype
+    return tensor.to(painter.device, dtype, copy=True)
+
+
+def _with_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Embeddings (tokens, width), masks and ids (tokens) and pooled vectors (width) of one request get their batch axis."""
+    alone = 2 if name.endswith("prompt_embeds") and "pooled" not in name else 1
+    return tensor.unsqueeze(0) if name != "latents" and tensor.ndim == alone else tensor
+
+
+def _complete_masks(rows: dict[str, torch.Tensor], painter: Painter) -> None:
+    """Embeddings that come without a mask are all meant. The two of a guided pair get one length, where masks allow it."""
+    masked = {name: mask for name in rows if (mask := _mask_name(name, painter)) is not None}
+    for name, mask in masked.items():
+        if mask not in rows:
+            rows[mask] = torch.ones(rows[name].shape[:2], dtype=torch.int64, device=painter.device)
+    lengths = [rows[name].shape[1] for name in masked]
+    for name, mask in masked.items():
+        missing = max(lengths) - rows[name].shape[1]
+        if missing:
+            rows[name] = torch.nn.functional.pad(rows[name], (0, 0, 0, missing))
+            rows[mask] = torch.nn.functional.pad(rows[mask], (0, missing))
+
+
+def _mask_name(name: str, painter: Painter) -> str | None:
+    if name not in ("prompt_embeds", "negative_prompt_embeds") or name in painter.signature.lists:
+        return None
+    short = name.removesuffix("_embeds")
+    return painter.signature.first(_MASKS[0].format(name), _MASKS[1].format(short))
+
+
+def _pictures(wire: WireTensor, name: str, painter: Painter) -> Image.Image | list[Image.Image]:
+    """PIL images of a uint8 tensor (n, height, width, 3 or 4); a single one is given alone."""
+    shape = wire.ref.shape
+    if wire.ref.dtype is not Dtype.U8 or len(shape) != 4 or shape[3] not in (3, 4) or 0 in shape:
+        raise _problem(painter, name, f"must be uint8 (n, height, width, 3 or 4), not {wire.ref.dtype.value} {shape}")
+    pictures = [Image.fromarray(one).convert(painter.recipe.image_mode) for one in numpy_from_wire(wire)]
+    return pictures[0] if len(pictures) == 1 else pictures
