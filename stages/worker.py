@@ -188,8 +188,8 @@ class Worker:
         engine = EngineThread(
             engine_factory(welcome.spec), self._context_for(welcome, devices[welcome.replica % len(devices)])
         )
+        self._engine = engine  # first, because the engine reports from its thread as soon as it runs
         engine.start()
-        self._engine = engine
         return engine
 
     def _context_for(self, welcome: Welcome, device: str) -> LoadContext:
