@@ -85,6 +85,9 @@ def _default_size(pipe: DiffusionPipeline, signature: CallSignature) -> tuple[in
         return width, height
     if "width" not in signature or "height" not in signature:
         return None
+    width, height = library.attribute(pipe, "default_width"), library.attribute(pipe, "default_height")
+    if width and height:
+        return int(width), int(height)
     sample = library.attribute(pipe, "default_sample_size") or library.denoiser_setting(pipe, "sample_size")
     if sample is None:
         return None
