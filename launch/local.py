@@ -44,7 +44,9 @@ class _Child:
 class LocalLauncher:
     """Implements `omni.launcher.Launcher`. Safe to call from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, stage_options: Sequence[str] = ()) -> None:
+        """`stage_options` go to every `omni-stage` that is started: "--quiet", "--verbose"."""
+        self._stage_options = tuple(stage_options)
         self._lock = threading.Lock()
         self._children: dict[int, _Child] = {}
         self._watchers: list[threading.Thread] = []
@@ -69,6 +71,7 @@ class LocalLauncher:
             command = [
                 *(sys.executable, "-m", "launch.stage", "--master", self._master, "--stage", stage),
                 *("--replica", str(replica), "--devices", device, "--parent-fd", str(self._alive_read)),
+                *self._stage_options,
             ]
             process = subprocess.Popen(
                 command,

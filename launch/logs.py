@@ -3,10 +3,10 @@
 import logging
 
 
-def set_up_logs(who: str, verbose: bool) -> None:
-    """`who` stands in every line: "master", or the stage's name."""
+def set_up_logs(who: str, verbose: bool, quiet: bool = False) -> None:
+    """`who` stands in every line: "master", or the stage's name. `quiet` keeps to warnings."""
     logging.basicConfig(
-        level=logging.DEBUG if verbose else logging.INFO,
+        level=logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO,
         format=f"%(asctime)s {who} %(levelname)s %(message)s",
         datefmt="%H:%M:%S",
         force=True,

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from launch.origins import Layer, Origin, Problem
-from launch.yaml_tree import Entry, MapNode, Node, Scalar, parse
+from launch.yaml_tree import Entry, MapNode, Node, Scalar, parse, plain
 from proto.errors import DeployError
+from proto.params import Json
 from proto.suggest import hint
 
 SET = Origin(Layer.SET)
@@ -45,3 +46,13 @@ def _laid_over(node: Node, keys: Sequence[str], value: Node, path: str, problems
     child = _laid_over(below.node if below else MapNode(SET), rest, value, here, problems)
     origin = SET if below is None or not rest else below.origin
     return MapNode(node.origin, {**node.entries, key: Entry(origin, child)}, node.base)
+
+
+def parse_value(text: str) -> Json:
+    """A value typed on the command line, as YAML has it: 7, 0.5, true, a word. What is no YAML is a text."""
+    problems: list[Problem] = []
+    try:
+        value = plain(parse(text, "", problems, Layer.SET))
+    except DeployError:
+        return text
+    return text if problems else value

@@ -37,13 +37,14 @@ def stage(
     ] = False,
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings only.")] = False,
 ) -> None:
     """Run one worker of a pipeline stage, on this host, for a master that may be on another.
 
     It may be started before the master: it keeps trying until the master is there, and again whenever it was away.
     The first Ctrl-C (or SIGTERM) finishes the requests that are here and leaves; the second leaves at once.
     """
-    set_up_logs(f"{stage}", verbose)
+    set_up_logs(stage, verbose, quiet)
     try:
         host, _ = split_endpoint(master)
     except ValueError as error:

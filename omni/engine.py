@@ -7,6 +7,7 @@ the master stops.
 
 import asyncio
 import itertools
+import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ from proto.errors import ErrorCode, ErrorInfo, ShuttingDown, StartError
 from proto.ids import CallId, RequestId, StageName
 from proto.messages import StageInfo
 from proto.params import Json
+
+log = logging.getLogger("omni.master")
 
 STOP_REASON: Final = "the master is shutting down"
 
@@ -189,5 +192,6 @@ class AsyncOmniEngine:
             if answer is not None and not answer.done():
                 answer.set_result(news)
         else:
+            log.log(logging.DEBUG if news.detail else logging.INFO, "%s", news.line)
             for listener in self._listeners:
                 listener(news)

@@ -181,11 +181,12 @@ class CallDone:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChanged:
-    """A replica joined, loaded further, became ready, or left. `line` is what an operator should read, `fatal` marks a
-    stage that will not come up by itself."""
+    """A replica joined, loaded further (`detail`), became ready, or left. `line` is what an operator should read, `fatal`
+    marks a stage that will not come up by itself."""
 
     line: str
     fatal: bool = False
+    detail: bool = False
 
 
 Action = SendControl | SendData | Tell | CallDone | MembershipChanged

@@ -242,7 +242,7 @@ class Membership:
     def loading(self, replica: Replica, message: LoadProgress, now: float) -> list[Action]:
         replica.last_seen = replica.last_progress = now
         replica.note = message.note if message.done is None else f"{message.note} ({message.done:.0%})"
-        return [MembershipChanged(f"stage {replica.label}: {replica.note}")]
+        return [MembershipChanged(f"stage {replica.label}: {replica.note}", detail=True)]
 
     def is_ready(self, replica: Replica, message: Ready, now: float) -> list[Action]:
         replica.last_seen = now

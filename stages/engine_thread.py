@@ -189,15 +189,15 @@ class EngineThread:
         self.steps += 1
         self.step_s += SMOOTHING * (now - started - self.step_s) if self.steps > 1 else now - started
         for event in events:
-            self._event(event, now)
+            self._event(event, started, now)
 
-    def _event(self, event: Event, now: float) -> None:
+    def _event(self, event: Event, step_began: float, now: float) -> None:
         times = self._times.get(event.request)
         if times is None:
             return  # aborted, and the engine was in the middle of saying something about it
         if isinstance(event, Emit) and isinstance(event.part, Started):
-            times.started_at = now
-            event = Emit(event.request, event.output, Started(queue_s=now - times.received_at))
+            times.started_at = step_began  # it left the queue for this step, and has been worked on since
+            event = Emit(event.request, event.output, Started(queue_s=step_began - times.received_at))
         if isinstance(event, Finished):
             del self._times[event.request]
             started = times.received_at if times.started_at is None else times.started_at

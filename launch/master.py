@@ -1,0 +1,180 @@
+"""`omni-master`: run a pipeline, explain a deploy, ask a running one how it is."""
+
+import asyncio
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import typer
+import uvloop
+from rich.console import Console
+
+from launch.deploy_file import load_deploy
+from launch.explain import show
+from launch.local import LocalLauncher
+from launch.logs import set_up_logs
+from launch.one_shot import run_prompt
+from launch.overrides import parse_value
+from launch.render import show_status
+from launch.serving import serve_until_cancelled
+from omni.async_omni import AsyncOmni
+from omni.status import PipelineStatus
+from proto.deploy import Deploy
+from proto.errors import DeployError, InvalidRequest, OmniError
+from proto.params import Json
+
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode="rich", pretty_exceptions_enable=False, help=__doc__
+)
+
+DeployArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DEPLOY|MODEL", help="A deploy YAML, a checkpoint folder, a GGUF file, or a packaged deploy: demo."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value: stages.painter.replicas=2. May be repeated."),
+]
+
+
+@app.command()
+def launch(
+    deploy: DeployArgument,
+    overrides: SetOption = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Run this one prompt, show the result, and exit, instead of serving.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="With --prompt: where to save. out.png gives out.png, out.txt, ... by kind.")
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="With --prompt: a parameter such as seed=7. May be repeated."),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Start a pipeline: the master, its local stages, and the API. Waits for stages that other hosts start.
+
+    [bold]omni-master launch demo --prompt "a red star" --save out.png[/bold] runs the packaged demo once.
+    [bold]omni-master launch deploy.yaml[/bold] serves until Ctrl-C. [bold]omni-master launch FOLDER[/bold] serves one model.
+    """
+    set_up_logs("master", verbose, quiet=prompt is not None)
+    if prompt is None and (save is not None or param):
+        raise typer.BadParameter("--save and --param need --prompt", param_hint="--prompt")
+    console = Console()
+    try:
+        resolved = load_deploy(deploy, overrides or ())
+        params = _params(param or [])
+        if prompt is None:
+            launcher = LocalLauncher(["--verbose"] if verbose else [])
+            work = serve_until_cancelled(AsyncOmni(resolved.deploy, launcher=launcher), console)
+        else:
+            launcher = LocalLauncher(["--verbose" if verbose else "--quiet"])
+            omni = AsyncOmni(_private(resolved.deploy), launcher=launcher)
+            work = run_prompt(omni, prompt, params, save, console)
+        _exit(_run(work))
+    except (DeployError, InvalidRequest) as error:
+        _fail(error, EXIT_USAGE)
+    except OmniError as error:
+        _fail(error, EXIT_FAILED)
+
+
+@app.command()
+def explain(deploy: DeployArgument, overrides: SetOption = None) -> None:
+    """Print every value of a deploy as it would be used, and where each came from. Starts nothing."""
+    try:
+        show(load_deploy(deploy, overrides or ()), Console())
+    except DeployError as error:
+        _fail(error, EXIT_USAGE)
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="Where the pipeline's API listens.")] = "http://127.0.0.1:8091",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
+) -> None:
+    """Show a running pipeline: its stages, replicas and requests. Exit status 0 if it is ready, 1 if it is not, 2 if it cannot be reached."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/status", timeout=10) as answer:
+            body = answer.read()
+        found = msgspec.json.decode(body, type=PipelineStatus)
+    except (urllib.error.URLError, ValueError, TimeoutError, msgspec.DecodeError) as error:
+        print(f"error: no pipeline answers at {url}: {error}", file=sys.stderr)  # noqa: T201
+        raise typer.Exit(EXIT_USAGE) from None
+    console = Console()
+    if as_json:
+        console.out(body.decode(), highlight=False)
+    else:
+        show_status(found, console)
+    raise typer.Exit(0 if found.ready else EXIT_FAILED)
+
+
+def _params(texts: list[str]) -> dict[str, Json]:
+    """`NAME=VALUE` texts, the values as YAML has them."""
+    params: dict[str, Json] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise InvalidRequest(f"--param {text!r} is not NAME=VALUE", field="param")
+        params[name] = parse_value(value)
+    return params
+
+
+def _private(deploy: Deploy) -> Deploy:
+    """For a single prompt on local stages nobody else needs the address, so any free port does."""
+    if any(stage.local_replicas < stage.replicas for stage in deploy.stages.values()):
+        return deploy
+    host = deploy.master.bind.removeprefix("tcp://").rpartition(":")[0]
+    master = msgspec.structs.replace(deploy.master, bind=f"tcp://{host}:0", data_port=0)
+    return msgspec.structs.replace(deploy, master=master)
+
+
+def _run(work: Coroutine[None, None, None]) -> int:
+    """Run until done or interrupted. The exit status is 128 + the signal's number for an interrupted prompt."""
+
+    async def main() -> int:
+        task = asyncio.ensure_future(work)
+        caught: list[int] = []
+
+        def interrupted(number: int) -> None:
+            caught.append(number)
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, interrupted, number)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+        return 128 + caught[0] if caught else 0
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _exit(code: int) -> None:
+    raise typer.Exit(code)
+
+
+def _fail(error: OmniError, code: int) -> None:
+    print(f"error: {error}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`omni-master launch DEPLOY --prompt TEXT`: start, run one prompt, save, say where the time went, end."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from launch.render import show_outputs, show_timings
+from launch.saving import save_outputs
+from launch.waiting import Waiting
+from omni.async_omni import AsyncOmni, closing
+from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
+from proto.errors import OmniError
+from proto.params import Json
+
+
+async def run_prompt(
+    omni: AsyncOmni, prompt: str, params: Mapping[str, Json], save: Path | None, console: Console
+) -> None:
+    """Raises the `OmniError` of a start or a request that failed."""
+    with Waiting(console) as waiting:
+        await omni.start(waiting.show)
+    try:
+        result = await _run(omni, prompt, params, console)
+    finally:
+        await omni.stop()
+    show_outputs(result, console)
+    if save is not None:
+        for path in save_outputs(result, save):
+            console.out(f"saved {path}", highlight=False)
+    elif result.images:
+        console.out("nothing was saved; pass --save FILE to keep the outputs", highlight=False)
+    show_timings(result, console)
+
+
+async def _run(omni: AsyncOmni, prompt: str, params: Mapping[str, Json], console: Console) -> RequestOutput:
+    with _Bars(console) as bars:
+        async with closing(omni.stream(prompt, **params)) as events:
+            async for event in events:
+                bars.show(event)
+                if isinstance(event, RequestOutput):
+                    return event
+    raise OmniError("the request ended without a result")
+
+
+class _Bars:
+    """A bar for each stage on a terminal; a line for each stage's start and end when piped."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> "_Bars":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def show(self, event: RequestEvent) -> None:
+        if isinstance(event, StageStarted):
+            self._tasks[event.stage] = self._bars.add_task(event.stage, total=None)
+            self._line(f"{event.stage}: started")
+        elif isinstance(event, StageProgress) and event.stage in self._tasks:
+            self._bars.update(self._tasks[event.stage], completed=event.step, total=event.total)
+        elif isinstance(event, TextDelta) and event.stage in self._tasks:
+            self._bars.advance(self._tasks[event.stage])
+        elif isinstance(event, StageDone):
+            self._line(f"{event.stage}: done in {event.timings.run_s:.2f} s")
+
+    def _line(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.out(text, highlight=False)

@@ -1,0 +1,103 @@
+"""What the commands show: tables on a terminal, plain lines when piped. No decisions and no I/O but the console's."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from omni.outputs import ImageOutput, RequestOutput, StageDone, TextOutput
+from omni.status import PipelineStatus, ReplicaStatus, StageStatus
+
+
+def rows(console: Console, title: str, columns: list[str], lines: list[list[str]]) -> None:
+    """One table, or tab-free aligned lines that `grep` and `awk` can use."""
+    if console.is_terminal:
+        table = Table(*columns, title=title, title_justify="left")
+        for line in lines:
+            table.add_row(*(Text(cell) for cell in line))
+        console.print(table)
+        return
+    console.out(title, highlight=False)
+    widths = [max(len(row[i]) for row in [columns, *lines]) for i in range(len(columns))]
+    for row in [columns, *lines]:
+        text = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        console.out(text.rstrip(), highlight=False)
+
+
+def show_status(status: PipelineStatus, console: Console) -> None:
+    failed = ", ".join(f"{count} {reason}" for reason, count in status.failed.items()) or "0"
+    title = (
+        f"{status.name}: {'ready' if status.ready else 'not ready'}, up {status.uptime_s:.0f} s, "
+        f"requests: {status.running} running, {status.queued} queued, {status.done} done, {failed} failed"
+    )
+    columns = [
+        "stage",
+        "replica",
+        "state",
+        "host",
+        "pid",
+        "device",
+        "in flight",
+        "queued",
+        "running",
+        "steps",
+        "step ms",
+        "RSS MiB",
+    ]
+    lines = [line for stage in status.stages for line in _stage_lines(stage)]
+    rows(console, title, columns, lines)
+    for edge in status.edges:
+        console.out(
+            f"edge {edge.source} -> {edge.target}: {edge.payloads} payloads, {edge.bytes} bytes", highlight=False
+        )
+
+
+def _stage_lines(stage: StageStatus) -> list[list[str]]:
+    lines = [_replica_line(stage, replica) for replica in stage.replicas]
+    for _ in range(len(stage.replicas), stage.wanted):
+        lines.append([stage.stage, "-", "missing", *[""] * 9])
+    return lines
+
+
+def _replica_line(stage: StageStatus, r: ReplicaStatus) -> list[str]:
+    device = stage.info.device if stage.info is not None and r.state != "loading" else ",".join(r.devices)
+    return [
+        *(stage.stage, str(r.replica), r.state, r.host, str(r.pid), device, str(r.in_flight), str(r.queued)),
+        *(str(r.running), str(r.steps), f"{r.step_s * 1000:.1f}", f"{r.rss_bytes / 2**20:.0f}"),
+    ]
+
+
+def show_timings(result: RequestOutput, console: Console) -> None:
+    """Where the time of one request went, per stage."""
+    lines = [_timing_line(done) for done in result.stages.values()]
+    stages_s = sum(d.timings.queue_s + d.timings.pull_s + d.timings.run_s for d in result.stages.values())
+    lines.append(["between", "", "", "", f"{max(0.0, result.total_s - stages_s):.3f}", ""])
+    lines.append(["total", "", "", "", f"{result.total_s:.3f}", ""])
+    rows(console, "where the time went (seconds)", ["stage", "queue", "pull", "run", "sum", "of which"], lines)
+
+
+def _timing_line(done: StageDone) -> list[str]:
+    times = done.timings
+    parts = [f"{name} {seconds:.3f}" for name, seconds in times.detail.items()]
+    if done.usage.completion_tokens:
+        parts.append(f"{done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens")
+    total = times.queue_s + times.pull_s + times.run_s
+    return [
+        done.stage,
+        f"{times.queue_s:.3f}",
+        f"{times.pull_s:.3f}",
+        f"{times.run_s:.3f}",
+        f"{total:.3f}",
+        ", ".join(parts),
+    ]
+
+
+def show_outputs(result: RequestOutput, console: Console) -> None:
+    for stage, output in result.outputs.items():
+        if isinstance(output, TextOutput):
+            console.print(Text(f"{stage}: ", style="bold").append(output.text, style="not bold"), soft_wrap=True)
+        elif isinstance(output, ImageOutput):
+            n, height, width = output.array.shape[:3]
+            seeds = ", ".join(map(str, output.seeds))
+            console.out(f"{stage}: {n} image{'s' if n > 1 else ''} of {width}x{height}, seed {seeds}", highlight=False)
+        else:
+            console.out(f"{stage}: {type(output).__name__}", highlight=False)
