@@ -70,7 +70,15 @@ class LocalLauncher:
             env, device = child_environment(self._deploy.stages[stage], replica, self._deploy)
             command = [
                 *(sys.executable, "-m", "launch.stage", "--master", self._master, "--stage", stage),
-                *("--replica", str(replica), "--devices", device, "--parent-fd", str(self._alive_read)),
+                *(
+                    "--replica",
+                    str(replica),
+                    "--devices",
+                    device,
+                    "--exit-with-master",
+                    "--parent-fd",
+                    str(self._alive_read),
+                ),
                 *self._stage_options,
             ]
             process = subprocess.Popen(

@@ -17,6 +17,7 @@ from launch.logs import set_up_logs
 from proto.errors import OmniError
 from proto.ids import StageName
 from proto.sockets import is_loopback, split_endpoint
+from stages.worker import Worker, WorkerOptions
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -34,6 +35,9 @@ def stage(
     ] = None,
     insecure: Annotated[
         bool, typer.Option(help="Allow a master that is not on this machine, without authentication.")
+    ] = False,
+    exit_with_master: Annotated[
+        bool, typer.Option(help="End when the master does, instead of waiting for it to come back.")
     ] = False,
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
@@ -61,7 +65,7 @@ def stage(
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), name="parent", daemon=True).start()
     chosen = tuple(one.strip() for one in devices.split(",") if one.strip()) if devices else ()
-    code = _run(master, StageName(stage), replica, chosen)
+    code = _run(WorkerOptions(master, StageName(stage), replica, chosen, exit_with_master))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,11 +73,9 @@ def stage(
     os._exit(code)
 
 
-def _run(master: str, stage: StageName, replica: int | None, devices: tuple[str, ...]) -> int:
-    from stages.worker import Worker, WorkerOptions
-
+def _run(options: WorkerOptions) -> int:
     async def work() -> int:
-        return await Worker(WorkerOptions(master, stage, replica, devices)).run()
+        return await Worker(options).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -80,12 +80,14 @@ PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """`devices` override the deploy's; `replica` None takes any free slot."""
+    """`devices` override the deploy's; `replica` None takes any free slot. A worker that does not `exit_with_master` waits
+    for another one, with its model loaded."""
 
     master: str
     stage: StageName
     replica: int | None = None
     devices: tuple[str, ...] = ()
+    exit_with_master: bool = False
 
 
 class Ended(enum.Enum):
@@ -229,6 +231,7 @@ class _Session:
         self._welcome = welcome
         self._engine = engine
         self._loaded = loaded
+        self._options = options
         self._stage = options.stage
         self._failed_to_load = False
         self._loop = asyncio.get_running_loop()
@@ -323,7 +326,10 @@ class _Session:
             self.drain()
         elif isinstance(message, Shutdown):
             log.info("told to go: %s", message.reason)
-            self.end(Ended.BROKEN if self._failed_to_load else Ended.LEFT)
+            if self._failed_to_load:
+                self.end(Ended.BROKEN)
+            else:
+                self.end(Ended.LEFT if self._options.exit_with_master else Ended.MASTER_LOST)
         elif isinstance(message, Refuse):
             self.end(Ended.MASTER_LOST)  # another master than the one that welcomed us
 
