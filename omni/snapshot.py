@@ -2,6 +2,7 @@
 
 from omni.core import MasterCore
 from omni.membership import Replica
+from omni.planning import COMPANION_ROLE
 from omni.status import EdgeStatus, PipelineStatus, ReplicaStatus, StageStatus
 from proto.deploy import kind_of
 from proto.ids import StageName
@@ -15,7 +16,12 @@ def pipeline_status(core: MasterCore, now: float) -> PipelineStatus:
     orchestrator = core.orchestrator
     edges = core.graph.edges
     bytes_, payloads = core.leases.edge_bytes, core.leases.edge_payloads
-    names = [(f"{edge.source}.{edge.output}", f"{edge.target}.{edge.input}") for edge in edges]
+    names = []
+    for edge in edges:
+        source = f"{edge.source}.{edge.output}"
+        names.append((source, f"{edge.target}.{edge.input}"))
+        if edge.companion is not None:
+            names.append((source, f"{edge.target}.{COMPANION_ROLE[edge.companion]}_{edge.input}"))
     return PipelineStatus(
         name=core.deploy.name,
         ready=not core.members.waiting_for() and not core.members.stopping,
