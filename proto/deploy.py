@@ -68,7 +68,7 @@ class MasterSpec(_Section, frozen=True):
 
 
 class ApiSpec(_Section, frozen=True):
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # address of the HTTP API
     port: Port = 8091  # 0 lets the system pick one
     max_body_bytes: Bytes = 32 << 20  # larger HTTP bodies get 413
 
@@ -78,7 +78,7 @@ class LimitsSpec(_Section, frozen=True):
     max_queued: Annotated[int, Meta(ge=0)] = 256  # requests waiting for that; beyond it callers get 429
     max_payload_bytes: Bytes = 2 << 30  # one payload on one edge
     max_frame_bytes: Bytes = 1 << 30  # one ZeroMQ frame
-    max_prompt_chars: Count = 100_000
+    max_prompt_chars: Count = 100_000  # prompt or all chat messages together
     max_images: Count = 10  # images in one request
     request_timeout: Seconds | None = None  # a request still running after so long fails with 504
 
@@ -98,19 +98,19 @@ class Link(_Section, frozen=True, rename={"source": "from"}):
 
 
 class EdgeSpec(_Section, frozen=True):
-    """How this stage's inputs travel."""
+    """How payloads travel to this stage, and how long it keeps its own."""
 
-    via: Via = Via.AUTO
-    deadline: Seconds = 10.0  # the consumer gives a payload up after so long
-    lease: Seconds = 60.0  # the source keeps a payload that nobody took for so long
-    on_payload_loss: OnPayloadLoss = OnPayloadLoss.FAIL
+    via: Via = Via.AUTO  # auto or master: the ways that payloads can take
+    deadline: Seconds = 10.0  # this stage, as a consumer, gives a payload up after so long
+    lease: Seconds = 600.0  # this stage, as a source, keeps a payload that nobody took for so long
+    on_payload_loss: OnPayloadLoss = OnPayloadLoss.FAIL  # the request fails with 502
 
 
 class PromptSpec(_Section, frozen=True):
     """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
 
-    system: str | None = None
-    template: str = "{prompt}"
+    system: str | None = None  # system message of a plain prompt
+    template: str = "{prompt}"  # {prompt} stands for what came in
 
 
 class ArEngineSpec(_Section, frozen=True):
@@ -137,7 +137,7 @@ class _Stage(_Section, frozen=True, tag_field="kind"):
     inputs: dict[str, Link] = {}
     edge: EdgeSpec = EdgeSpec()
     output: Kind | None = None  # what a caller may ask of this stage
-    balance: Balance = Balance.LEAST_LOADED
+    balance: Balance = Balance.LEAST_LOADED  # least-loaded, round-robin or random
     max_in_flight: Count = 64  # requests that one replica may hold
 
     @property
