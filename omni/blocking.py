@@ -51,6 +51,7 @@ class Omni:
         try:
             self._wait(self._omni.start(on_progress))
         except BaseException:
+            self._wait(self._omni.stop())  # an interrupt leaves `start` in the middle
             self._end_loop()
             raise
 
