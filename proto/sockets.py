@@ -43,7 +43,7 @@ class Port:
         self._on_message = on_message
         self._small = small
         self._paused = False
-        self._due = False  # `_drain` is on the loop's list already
+        self._due = False  # `_drain` or `_look` is on the loop's list already
         self._draining = False  # `_drain` is running, and will look at the socket again
         self._turn = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None  # set while somebody waits for room
@@ -62,8 +62,9 @@ class Port:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK, zmq.ETERM):
                 raise
             status = Sent.GONE
-        if not (self._due or self._draining or self._paused) and self._events() & zmq.POLLIN:
-            self._drain_soon()
+        if not (self._due or self._draining or self._paused):
+            self._due = True
+            self._loop.call_soon(self._look)  # once for all that is sent in this turn of the loop
         return status
 
     async def send_wait(self, frames: Sequence[Buffer]) -> Sent:
@@ -92,6 +93,14 @@ class Port:
             self._due = True
             self._loop.call_soon(self._drain)
 
+    def _look(self) -> None:
+        """Sending may have swallowed the edge of a message that came in meanwhile."""
+        self._due = False
+        if self._events() & zmq.POLLIN:
+            self._drain()
+        else:
+            self._wake_sender()
+
     def _drain(self) -> None:
         self._due = False
         self._draining = more = True
@@ -101,7 +110,9 @@ class Port:
             self._draining = False
             if more:
                 self._drain_soon()
-        # After receiving, because that may have swallowed the edge that said there is room.
+        self._wake_sender()  # after receiving, which may have swallowed the edge that said there is room
+
+    def _wake_sender(self) -> None:
         if self._room is not None and not self._room.done() and self._events() & zmq.POLLOUT:
             self._room.set_result(None)
 
@@ -123,6 +134,8 @@ class Port:
     def close(self, linger_s: float = 0.0) -> None:
         """What was sent and has not left yet gets `linger_s` seconds, which the end of the context waits for."""
         if not self._sock.closed:
+            if self._room is not None and not self._room.done():
+                self._room.set_result(None)  # who waits will find the socket gone
             self._loop.remove_reader(self._fd)
             self._sock.close(linger=int(linger_s * 1000))
 
