@@ -1,5 +1,6 @@
 """`omni-master launch DEPLOY --prompt TEXT`: start, run one prompt, save, say where the time went, end."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,18 +12,32 @@ from launch.saving import save_outputs
 from launch.waiting import Waiting
 from omni.async_omni import AsyncOmni, closing
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
+from omni.request import GenerateRequest
 from proto.errors import OmniError
 from proto.params import Json
 
 
 async def run_prompt(
-    omni: AsyncOmni, prompt: str, params: Mapping[str, Json], save: Path | None, console: Console
+    omni: AsyncOmni,
+    prompt: str,
+    params: Mapping[str, Json],
+    save: Path | None,
+    console: Console,
+    progress: Console,
 ) -> None:
-    """Raises the `OmniError` of a start or a request that failed."""
-    with Waiting(console) as waiting:
+    """The result goes to `console`, what happens meanwhile to `progress`.
+
+    Raises `InvalidRequest` before anything is started if the prompt or its parameters can be seen to be wrong, and the
+    `OmniError` of a start or a request that failed.
+    """
+    engine = omni.engine
+    engine.planner.plan(GenerateRequest(prompt=prompt, params=engine.planner.spread(params)), {})
+    began = time.monotonic()
+    with Waiting(progress, lambda: engine.readiness.waiting) as waiting:
         await omni.start(waiting.show)
+    progress.out(f"ready after {time.monotonic() - began:.1f} s", highlight=False)
     try:
-        result = await _run(omni, prompt, params, console)
+        result = await _run(omni, prompt, params, progress)
     finally:
         await omni.stop()
     show_outputs(result, console)
