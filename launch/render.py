@@ -93,6 +93,9 @@ def show_outputs(result: RequestOutput, console: Console) -> None:
         elif isinstance(output, ImageOutput):
             n, height, width = output.array.shape[:3]
             seeds = ", ".join(map(str, output.seeds))
-            console.out(f"{stage}: {n} image{'s' if n > 1 else ''} of {width}x{height}, seed {seeds}", highlight=False)
+            console.out(
+                f"{stage}: {n} image{'s' if n > 1 else ''} of {width}x{height}, {'seeds' if n > 1 else 'seed'} {seeds}",
+                highlight=False,
+            )
         else:
             console.out(f"{stage}: {type(output).__name__}", highlight=False)
