@@ -75,6 +75,9 @@ SILENT_BEATS: Final = 10
 
 MIN_SILENCE_S: Final = 5.0
 LAST_WORDS_S: Final = 2.0
+GOODBYE_S: Final = 0.5
+"""How long a Goodbye may take to leave this process."""
+
 EXIT_NOT_LOADED: Final = 4
 """Exit status of a worker whose engine could not load: trying again would not help by itself."""
 
@@ -99,6 +102,7 @@ class Ended(enum.Enum):
     MASTER_LOST = "lost"  # join again
     DISMISSED = "told to go"  # by a master that ends
     LEFT = "left"
+    OUTDATED = "the stage's config has changed"
     BROKEN = "broken"
     NOT_LOADED = "not loaded"
 
@@ -132,6 +136,11 @@ class Worker:
                     return EXIT_NOT_LOADED
                 if self._signals:
                     return 0
+                if ended is Ended.OUTDATED:
+                    # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
+                    log.warning("the stage's config has changed; restarting this worker")
+                    self._context.term()
+                    _restart()
                 log.warning("the master at %s is gone; waiting for it", self._options.master)
         finally:
             self._context.term()  # waits for last words
@@ -157,6 +166,10 @@ class Worker:
                 self._options.master,
                 welcome.epoch,
             )
+            if self._engine is not None and welcome.config_hash != self._config_hash:
+                connection.send_control(Goodbye(epoch=welcome.epoch, reason=Ended.OUTDATED.value))
+                ended = Ended.OUTDATED
+                return ended
             engine = self._start_engine(welcome)
             self._session = _Session(connection, welcome, engine, self._loaded, self._options)
             if self._signals:
@@ -169,7 +182,7 @@ class Worker:
             if self._session is not None:
                 self._session.close()
                 self._session = None
-            connection.close(0.0 if ended in (Ended.MASTER_LOST, Ended.DISMISSED) else LAST_WORDS_S)
+            connection.close(0.0 if ended in (Ended.MASTER_LOST, Ended.DISMISSED) else GOODBYE_S)
 
     def _hello(self) -> Hello:
         return Hello(
@@ -185,12 +198,8 @@ class Worker:
         )
 
     def _start_engine(self, welcome: Welcome) -> EngineThread:
-        """The engine, started if this is the first join. One that is loaded serves again if its config is the same."""
+        """The engine, started if this is the first join. One that is loaded serves again."""
         if self._engine is not None:
-            if welcome.config_hash != self._config_hash:
-                # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
-                log.warning("the stage's config has changed; restarting this worker")
-                _restart()
             return self._engine
         self._config_hash = welcome.config_hash
         if welcome.spec.threads is not None:

@@ -249,9 +249,17 @@ class Running:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        local = {child.pid for child in psutil.Process().children()} & self._pids if error is None else set()
+        local = [pid for pid in self._pids if _has_a_launcher(pid)] if error is None else []
         self.stop()
-        until_gone(sorted(local))
+        until_gone(local)
+
+
+def _has_a_launcher(pid: int) -> bool:
+    """Whether a stage process was started by a master, and has to end with it."""
+    try:
+        return "--parent-fd" in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _idle(status: PipelineStatus) -> bool:

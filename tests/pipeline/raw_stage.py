@@ -14,9 +14,10 @@ import xxhash
 import zmq
 
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP
-from proto.ids import Epoch, LeaseId, RequestId, StageName
+from proto.ids import Epoch, LeaseId, PullId, RequestId, StageName
 from proto.messages import (
     PROTOCOL,
+    Ack,
     Attach,
     Attached,
     ControlDown,
@@ -25,12 +26,14 @@ from proto.messages import (
     DataUp,
     Heartbeat,
     Hello,
+    Images,
     Payload,
     PayloadTensor,
     Piece,
     Pull,
     PullRefused,
     Ready,
+    Result,
     StageInfo,
     Submit,
     Welcome,
@@ -46,6 +49,9 @@ PATIENCE_S: Final = 30.0
 
 def tensor(data: bytes) -> WireTensor:
     return WireTensor(TensorRef(Dtype.U8, (len(data),)), data)
+
+
+BLACK: Final = WireTensor(TensorRef(Dtype.U8, (1, 8, 8, 3)), bytes(192))
 
 
 class RawPeer:
@@ -150,6 +156,45 @@ class RawStage(RawPeer):
 
     def refuse(self, pull: Pull, reason: str) -> None:
         self.send(PullRefused(epoch=self.epoch, pull=pull.pull, reason=reason))
+
+    # --- as a consumer ------------------------------------------------------------------------------------------------
+
+    def pull(self, submit: Submit, payload: Payload) -> dict[str, WireTensor]:
+        """All of a payload's tensors, with their checksums verified, acknowledged."""
+        got: list[WireTensor] = []
+        pull = PullId(f"{self.epoch}.{submit.request}.{payload.lease}")
+        while len(got) < len(payload.items):
+            self.send(
+                Pull(
+                    epoch=self.epoch,
+                    pull=pull,
+                    request=submit.request,
+                    lease=payload.lease,
+                    source=payload.source,
+                    replica=payload.replica,
+                    source_epoch=payload.epoch,
+                    first=len(got),
+                )
+            )
+            got += self.got_with_tensors(Piece)[1]
+        assert [xxhash.xxh3_64_intdigest(one.data) for one in got] == [item.checksum for item in payload.items]
+        self.send(Ack(epoch=self.epoch, pull=pull))
+        return {item.name: one for item, one in zip(payload.items, got, strict=True)}
+
+    def finish(self, submit: Submit) -> None:
+        """An empty picture."""
+        self.send(
+            Result(
+                request=submit.request,
+                epoch=self.epoch,
+                seq=self.number(submit.request),
+                outputs={"image": Images(tensor=0)},
+                tensors=(BLACK.ref,),
+            ),
+            (BLACK,),
+        )
+
+    # --- as either ----------------------------------------------------------------------------------------------------
 
     def beat(self, leases: int = 0, lease_bytes: int = 0) -> None:
         self.tell(Heartbeat(epoch=self.epoch, steps=1, queued=0, running=0, leases=leases, lease_bytes=lease_bytes))
