@@ -31,6 +31,7 @@ from omni.events import (
     CallDone,
     ControlReceived,
     DataReceived,
+    Errored,
     Event,
     JunkReceived,
     MembershipChanged,
@@ -38,12 +39,13 @@ from omni.events import (
     SendControl,
     SendData,
     StopAsked,
+    Submitted,
     Tell,
     Tick,
 )
 from omni.outbox import Outbox
 from proto.deploy import Deploy
-from proto.errors import ProtocolError, QueueFull, StartError
+from proto.errors import ErrorCode, ErrorInfo, ProtocolError, QueueFull, StartError
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
 from proto.ids import StageName
 from proto.messages import Call, CallReply, Failed, Heartbeat, Submit
@@ -217,8 +219,14 @@ class MasterShell:
         self._handle(PeerGone(peer, reason))
 
     def _handle(self, event: Event, *, rearm: bool = True) -> None:
-        for action in self._core.handle(event, time.monotonic()):
-            self._carry_out(action)
+        try:
+            for action in self._core.handle(event, time.monotonic()):
+                self._carry_out(action)
+        except Exception as error:  # one event that breaks a rule must not end the service for all others
+            log.exception("the master could not handle %s", type(event).__name__)
+            if isinstance(event, Submitted):
+                text = f"the master failed on this request: {type(error).__name__}: {error}"
+                self._carry_out(Tell(event.request, Errored(ErrorInfo(ErrorCode.INTERNAL, text))))
         if rearm:
             self._arm()
 
