@@ -48,8 +48,9 @@ class _Child:
 class LocalLauncher:
     """Implements `omni.launcher.Launcher`. Safe to call from any thread."""
 
-    def __init__(self, stage_options: Sequence[str] = ()) -> None:
-        """`stage_options` go to every `omni-stage` that is started: "--quiet", "--verbose"."""
+    def __init__(self, stage_options: Sequence[str] = ("--quiet",)) -> None:
+        """`stage_options` go to every `omni-stage` that is started. By default they log warnings only: what they do is
+        told to the master."""
         self._stage_options = tuple(stage_options)
         self._lock = threading.Lock()
         self._ending = threading.Lock()  # a second `stop` waits for the first

@@ -6,7 +6,17 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from omni.outputs import ImageOutput, RequestOutput, StageDone, TextOutput
+from omni.outputs import (
+    AudioOutput,
+    ImageOutput,
+    Output,
+    RequestOutput,
+    StageDone,
+    TensorOutput,
+    TextOutput,
+    TokensOutput,
+    VideoOutput,
+)
 from omni.status import PipelineStatus, ReplicaStatus, StageStatus
 
 
@@ -90,12 +100,28 @@ def show_outputs(result: RequestOutput, console: Console) -> None:
     for stage, output in result.outputs.items():
         if isinstance(output, TextOutput):
             console.print(Text(f"{stage}: ", style="bold").append(output.text, style="not bold"), soft_wrap=True)
-        elif isinstance(output, ImageOutput):
-            n, height, width = output.array.shape[:3]
-            seeds = ", ".join(map(str, output.seeds))
-            console.out(
-                f"{stage}: {n} image{'s' if n > 1 else ''} of {width}x{height}, {'seeds' if n > 1 else 'seed'} {seeds}",
-                highlight=False,
-            )
         else:
-            console.out(f"{stage}: {type(output).__name__}", highlight=False)
+            console.out(f"{stage}: {_described(output)}", highlight=False)
+
+
+def _described(output: Output) -> str:
+    """What it is, in a few words: for what a terminal cannot show."""
+    if isinstance(output, ImageOutput):
+        n, height, width = output.array.shape[:3]
+        seeds = ", ".join(map(str, output.seeds))
+        return f"{_count(n, 'image')} of {width}x{height}, {'seeds' if n > 1 else 'seed'} {seeds}"
+    if isinstance(output, VideoOutput):
+        n, frames, height, width = output.array.shape[:4]
+        return f"{_count(n, 'video')} of {frames} frames, {width}x{height}"
+    if isinstance(output, AudioOutput):
+        seconds = output.array.shape[-1] / output.sample_rate
+        return f"{_count(len(output.array), 'sound')} of {seconds:.1f} s at {output.sample_rate} Hz"
+    if isinstance(output, TensorOutput):
+        return f"{output.array.dtype} tensor of {output.array.shape}"
+    if isinstance(output, TokensOutput):
+        return _count(len(output.ids), "token")
+    return output.text
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -166,12 +166,15 @@ async def _gather(
 
 
 class _Bars:
-    """A rich progress display: one bar for the requests and one for the steps of whatever stage reports them."""
+    """A rich progress display: one bar for the requests and one for the steps of whatever stage reports them. On stderr,
+    and only if that is a terminal."""
 
     def __init__(self, total: int, enabled: bool) -> None:
+        from rich.console import Console
         from rich.progress import Progress
 
-        self._bars = Progress(disable=not enabled, transient=True)
+        console = Console(stderr=True)
+        self._bars = Progress(console=console, disable=not enabled or not console.is_terminal, transient=True)
         self._requests = self._bars.add_task("requests", total=total)
         self._steps = self._bars.add_task("steps", total=None)
 
