@@ -271,7 +271,12 @@ class Planner:
             raise InvalidRequest("no stage of this request takes an image", field="image")
         from proto.numpy_tensors import to_wire  # numpy is loaded by whoever made the array
 
-        return to_wire(request.images), takers
+        images = to_wire(request.images)
+        limit = self.deploy.limits.max_frame_bytes
+        if images.ref.nbytes > limit:
+            text = f"the images have {images.ref.nbytes} bytes; limits.max_frame_bytes is {limit}"
+            raise InvalidRequest(text, field="image")
+        return images, takers
 
     def _check_groups(self, plan: RequestPlan) -> None:
         for stage in plan.stages:

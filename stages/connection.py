@@ -18,7 +18,7 @@ from proto.errors import ProtocolError, StartError
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
 from proto.messages import Attach, Attached, ControlDown, ControlUp, DataDown, DataUp, Goodbye, Hello, Refuse, Welcome
 from proto.sockets import Port, split_endpoint, tune
-from proto.tensors import Buffer, WireTensor
+from proto.tensors import Buffer, WireTensor, check_frame
 
 log = logging.getLogger("omni.stage")
 
@@ -59,6 +59,7 @@ class Connection:
         sock.connect(url)
         self._control = Port(sock, self._loop, self._on_control, HEADER_PARTS)
         self._data: Port | None = None
+        self._max_frame_bytes = 0
 
     def _socket(self, max_frame_bytes: int) -> "zmq.Socket[bytes]":
         sock = self._context.socket(zmq.DEALER)
@@ -75,6 +76,7 @@ class Connection:
         Raises `Refused` when it never will, and ConnectionError when its data socket does not answer.
         """
         welcome = await self._ask(hello)
+        self._max_frame_bytes = welcome.limits.max_frame_bytes
         url = f"tcp://{self._host}:{welcome.data_port}"
         sock = self._socket(welcome.limits.max_frame_bytes)
         sock.connect(url)
@@ -140,7 +142,10 @@ class Connection:
         self._control.send(CONTROL_UP.encode(message))
 
     async def send_data(self, message: DataUp, tensors: Sequence[WireTensor] = ()) -> None:
-        """Waits while the master does not keep up."""
+        """Waits while the master does not keep up. Raises `ProtocolError`, before anything is sent, for what the wire
+        cannot carry: the master would end the connection."""
+        for tensor in tensors:
+            check_frame(tensor.ref, self._max_frame_bytes)
         if self._data is not None:
             await self._data.send_wait(DATA_UP.encode(message, tensors))
 

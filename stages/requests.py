@@ -173,7 +173,11 @@ class Requests:
         await self._send(message, ())
 
     async def publish_event(self, event: Publish) -> None:
-        await self.publish(event.request, event.output, event.payload)
+        try:
+            await self.publish(event.request, event.output, event.payload)
+        except ProtocolError as error:
+            await self._broken_output(event.request, error)
+            self._to_engine(Drop(event.request))
 
     async def finish(self, done: Done) -> None:
         finished = done.finished

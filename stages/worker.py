@@ -263,7 +263,9 @@ class _Session:
         self._tasks: set[asyncio.Task[None]] = set()
         epoch = welcome.epoch
         self._store = PayloadStore(options.stage, welcome.replica, epoch, welcome.spec.edge.lease)
-        self._relay = MasterRelay(options.stage, epoch, self._store, connection.send_data)
+        self._relay = MasterRelay(
+            options.stage, epoch, self._store, connection.send_data, welcome.limits.max_frame_bytes
+        )
         self._requests = Requests(
             options.stage, welcome.spec, epoch, self._relay, self._to_engine, connection.send_data, self._aborted
         )

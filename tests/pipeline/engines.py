@@ -17,7 +17,8 @@ def kv_tensors(prompt: str, count: int, nbytes: int) -> dict[str, WireTensor]:
     """The tensors that `BigKv` publishes for a prompt: each of its own bytes, of several element types and shapes."""
     tensors = {}
     for index in range(count):
-        data = random.Random(f"{prompt}/{index}").randbytes(nbytes)
+        block = random.Random(f"{prompt}/{index}").randbytes(min(nbytes, 65536 - 4))
+        data = (block * (nbytes // len(block) + 1))[:nbytes] if nbytes else b""
         dtype, width = ((Dtype.BF16, 2), (Dtype.F32, 4), (Dtype.U8, 1))[index % 3]
         tensors[f"k.{index}"] = WireTensor(TensorRef(dtype, (1, nbytes // width)), data)
     return tensors

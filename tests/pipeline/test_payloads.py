@@ -65,3 +65,17 @@ def test_a_request_that_ends_while_its_payload_waits_gives_it_back(pipeline: Run
     flight = pipeline.launch("left early", num_inference_steps=1000)
     flight.leave()
     pipeline.until_idle()
+
+
+@pytest.mark.parametrize("tensors", [0, 5000])
+def test_a_payload_of_no_tensors_or_too_many_fails_its_request_alone(tensors: int) -> None:
+    inputs = {"kv": Link(source="thinker.kv")}
+    stages = {
+        "thinker": fake_ar(use="tests.pipeline.engines:BigKv", options={"tensors": tensors, "nbytes": 4}),
+        "painter": fake_painter(use="tests.pipeline.engines:Witness", inputs=inputs),
+    }
+    with Running(deploy(stages)) as pipeline:
+        error = pipeline.launch("many", outputs=["painter"]).error()
+        assert f"1 to 4096 tensors, this one {tensors}" in str(error)
+        assert pipeline.run("unharmed", outputs=["thinker"]).text == "echo: unharmed"
+        pipeline.until_idle()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from omni.outputs import RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
@@ -123,3 +124,24 @@ def test_call_arguments_too_large_for_the_wire_fail_their_call_alone(pipeline: R
     with pytest.raises(StageFailed, match="the limit is"):
         pipeline.call("thinker", "echo", {"a": "a" * (2 << 20)})
     assert pipeline.call("thinker", "echo")[0]["args"] == {}
+
+
+def test_a_tensor_beyond_the_frame_limit_fails_its_request_alone_wherever_it_comes_from() -> None:
+    small = LimitsSpec(max_frame_bytes=150_000, max_images=1000)
+    inputs = {"kv": Link(source="thinker.kv")}
+    stages = {
+        "thinker": fake_ar(use="tests.pipeline.engines:BigKv", options={"tensors": 2, "nbytes": 200_000}),
+        "painter": fake_painter(use="tests.pipeline.engines:Witness", inputs=inputs),
+        "other": fake_painter(),
+    }
+    with Running(deploy(stages, limits=small)) as pipeline:
+        too_large = [
+            pipeline.launch("kv", outputs=["painter"]),
+            pipeline.launch("n", outputs=["other"], num_images=1000),
+            pipeline.launch("in", outputs=["other"], images=np.zeros((1, 300, 300, 3), np.uint8)),
+        ]
+        for flight in too_large:
+            assert "limits.max_frame_bytes is 150000" in str(flight.error())
+        assert pipeline.run("unharmed", outputs=["thinker", "other"]).images
+        pipeline.until_idle()
+        assert sorted(r.epoch for stage in pipeline.status().stages for r in stage.replicas) == [1, 2, 3]
