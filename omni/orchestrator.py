@@ -195,9 +195,8 @@ class Orchestrator:
         actions: list[Action] = []
         try:
             for one in task.order.push(message.seq, arrival):
-                actions += self._apply(request, task, one, now)
-                if request.id not in self.running:
-                    break
+                over = request.id not in self.running
+                actions += self._late(replica, one.message) if over else self._apply(request, task, one, now)
         except ProtocolError as error:
             actions += self._fail(request, ErrorInfo(ErrorCode.PROTOCOL, str(error), stage=replica.stage), now)
         return actions
@@ -416,6 +415,8 @@ class Orchestrator:
                 if self._members.find(replica.stage, replica.index, replica.epoch) is replica:
                     self._unanswered[(replica.epoch, wire)] = replica
                     actions.append(SendControl(replica.control, Abort(epoch=replica.epoch, request=wire)))
+                    for held in task.order.give_up():
+                        actions += self._late(replica, held.message)
         return actions
 
     def _start_queued(self, now: float) -> list[Action]:

@@ -272,3 +272,14 @@ def test_tensors_cross_an_edge_as_payloads_only(pair: Pair, value: Tensor | Imag
     error = pair.master.error(bad)
     assert (error.code, error.stage) == (ErrorCode.PROTOCOL, "thinker")
     assert "as payloads" in error.message
+
+
+def test_a_notice_that_waited_for_a_missing_message_is_released_when_its_request_ends(pair: Pair) -> None:
+    request = pair.master.submit()
+    early = pair.thinker.payload()
+    pair.thinker.seq(request)  # a message that is still on its way
+    pair.thinker.publish(request, "kv", early)
+    assert not pair.thinker.released()
+    pair.master.cancel(request)
+    assert pair.thinker.released() == [early.lease]
+    assert len(pair.master.core.leases) == 1
