@@ -425,10 +425,12 @@ class Orchestrator:
         if self._starting:
             return actions
         self._starting = True
-        while self.queued and len(self.running) < self._limits.max_requests and not self._members.stopping:
-            _, request = self.queued.popitem(last=False)
-            actions += self._start(request, now)
-        self._starting = False
+        try:
+            while self.queued and len(self.running) < self._limits.max_requests and not self._members.stopping:
+                _, request = self.queued.popitem(last=False)
+                actions += self._start(request, now)
+        finally:
+            self._starting = False
         return actions
 
     def check_integrity(self) -> None:

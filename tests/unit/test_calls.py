@@ -89,3 +89,12 @@ def test_a_call_that_reaches_nobody_ends_at_once() -> None:
         assert not answer.values
         assert stage in next(iter(answer.errors.values()))
     master.assert_idle()
+
+
+def test_arguments_that_are_not_plain_data_are_told_to_the_caller() -> None:
+    master, stages = three()
+    answer = done(master.handle(CallAsked(CallId(5), StageName("thinker"), "echo", {"x": b"raw"}, None, 2.0)))
+    assert answer is not None
+    assert "bytes" in answer.errors[-1]
+    assert not stages[0].took(Call)
+    master.assert_idle()
