@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from launch.joining import say_who_may_join
 from launch.render import show_outputs, show_timings
 from launch.saving import save_outputs
 from launch.waiting import Waiting
@@ -33,10 +34,12 @@ async def run_prompt(
     engine = omni.engine
     engine.planner.plan(GenerateRequest(prompt=prompt, params=engine.planner.spread(params)), {})
     began = time.monotonic()
-    with Waiting(progress, lambda: engine.readiness.waiting) as waiting:
-        await omni.start(waiting.show)
-    progress.out(f"ready after {time.monotonic() - began:.1f} s", highlight=False)
     try:
+        await omni.start(wait=False)
+        say_who_may_join(omni, progress, only_missing=True)
+        with Waiting(progress, lambda: engine.readiness.waiting) as waiting:
+            await engine.wait_ready(waiting.show)
+        progress.out(f"ready after {time.monotonic() - began:.1f} s", highlight=False)
         result = await _run(omni, prompt, params, progress)
     finally:
         await omni.stop()

@@ -6,11 +6,10 @@ import time
 
 from rich.console import Console
 
+from launch.joining import say_who_may_join
 from launch.waiting import Waiting
 from omni.api.server import listen, serve
 from omni.async_omni import AsyncOmni
-from proto.deploy import Deploy
-from proto.sockets import is_loopback
 
 
 async def serve_until_cancelled(omni: AsyncOmni, console: Console, progress: Console) -> None:
@@ -43,7 +42,7 @@ async def serve_until_cancelled(omni: AsyncOmni, console: Console, progress: Con
                 raise
             shown = f"http://{f'[{host}]' if ':' in host else host}:{port}"
             console.out(f"API: {shown} (not ready yet)", highlight=False)
-            _say_who_may_join(omni, deploy, console)
+            say_who_may_join(omni, console)
             await _serve(omni, api, shown, console, progress)
         finally:
             progress.out("stopping", highlight=False)
@@ -67,16 +66,3 @@ async def _serve(omni: AsyncOmni, api: asyncio.Task[None], url: str, console: Co
             await ready
     console.out(f"ready after {time.monotonic() - began:.1f} s: {url}/v1 (Ctrl-C ends)", highlight=False)
     await api
-
-
-def _say_who_may_join(omni: AsyncOmni, deploy: Deploy, console: Console) -> None:
-    assert omni.endpoints is not None  # set by `start`
-    control = omni.endpoints.control
-    insecure = "" if is_loopback(control.removeprefix("tcp://").rpartition(":")[0]) else " --insecure"
-    for name, stage in deploy.stages.items():
-        if stage.slots > stage.local_replicas:
-            places = stage.slots - stage.local_replicas
-            console.out(
-                f"room for {places} more of stage {name}: omni-stage --master {control} --stage {name}{insecure}",
-                highlight=False,
-            )

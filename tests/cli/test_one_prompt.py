@@ -1,6 +1,7 @@
 """`omni-master launch DEPLOY --prompt TEXT`: files, words, times and exit status; and bare model folders."""
 
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from PIL import Image
 
 from tests.cli.commands import HEADER, MASTER, PLAIN, run
 from tests.fakes.engines import SIZE, drawing
-from tests.pipeline.harness import Process
+from tests.pipeline.harness import Process, omni_stage
 
 ESCAPE = "\x1b"
 
@@ -87,6 +88,31 @@ def test_prompt_needs_no_free_port_of_its_own(fake: Path) -> None:
         assert (one.wait(), two.wait()) == (0, 0), one.output + two.output
 
 
+def test_prompt_waits_for_a_stage_from_elsewhere_and_says_how_to_start_it(fake: Path) -> None:
+    command = [MASTER, "launch", str(fake / "deploy.yaml"), "--prompt", "x", "--set", "stages.painter.local=0"]
+    with Process(command, fake / "log", PLAIN) as process:
+        line = process.until_says("stage painter needs 1 more from elsewhere: omni-stage --master ")
+        master = line.partition("--master ")[2].split()[0]
+        with omni_stage(master, "painter", fake / "stage", "--exit-with-master") as stage:
+            assert process.wait() == 0, process.output
+            assert stage.wait() == 0
+        assert "painter: 1 image of 8x8" in process.output
+
+
+@pytest.mark.skipif(shutil.which("script") is None, reason="there is no `script`")
+def test_terminal_shows_bars_and_a_table(fake: Path) -> None:
+    """In a terminal of its own, as `script` makes one."""
+    command = f"stty cols 120; exec {MASTER} launch {fake}/deploy.yaml --prompt 'a star'"
+    with Process(["script", "-qec", command, "/dev/null"], fake / "log", {**PLAIN, "TERM": "xterm"}) as process:
+        assert process.wait() == 0, process.output
+        shown = process.output
+    assert ESCAPE in shown
+    assert "waiting for stage painter (0 of 1 replicas)" in shown
+    assert re.search("painter.*━", shown)
+    assert "where the time went" in shown
+    assert re.search(r"─{40}", shown)
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"), [("raise", "as the test asked"), ("refuse", "as the test asked"), ("leave", "thinker")]
 )
@@ -108,6 +134,12 @@ def test_stage_that_cannot_load_ends_the_launch_with_its_reason(fake: Path) -> N
         assert done.status == 1
         assert done.err.splitlines()[-1].startswith("error: ")
         assert "this engine cannot load, as the test asked" in done.err.splitlines()[-1]
+
+
+def test_stage_whose_process_dies_at_once_ends_the_launch(fake: Path) -> None:
+    done = run(*(MASTER, "launch", "deploy.yaml", "--set", "stages.painter.env={PYTHONHOME: /nonexistent}"), cwd=fake)
+    assert done.status == 1
+    assert done.err.splitlines()[-1].startswith("error: stage painter/0: process ")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
