@@ -6,6 +6,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from proto.deploy import Deploy
 from proto.errors import StartError
-from tests.pipeline.harness import Process, Running, deploy, fake_ar, omni_stage, text_to_image, until
+from tests.pipeline.harness import Process, Running, deploy, fake_ar, omni_stage, text_to_image, to_json, until
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -78,6 +79,23 @@ def test_a_worker_that_was_working_when_its_master_was_stopped_is_free_for_the_n
         with Running(headless(port)) as pipeline:
             pipeline.until_idle()
             assert pipeline.run("next").text == "echo: next"
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+
+
+def test_a_worker_whose_master_was_killed_joins_the_next_one_without_loading_again(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.faults.master_process", "async", to_json(headless(port))]
+    with omni_stage(f"tcp://127.0.0.1:{port}", "thinker", tmp_path / "log") as process:
+        with Process(command, tmp_path / "master") as master:
+            master.until_says("StageStarted")
+            master.signal(signal.SIGKILL)
+            master.wait()
+        with Running(headless(port)) as pipeline:
+            assert pipeline.pid("thinker") == process.pid
+            assert process.output.count("joined") == 2
+            pipeline.until_idle()  # of the dead master's request nothing is left
+            assert pipeline.run("again").text == "echo: again"
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
 
