@@ -117,7 +117,8 @@ class MasterCore:
     def _control(self, event: ControlReceived, now: float) -> list[Action]:
         peer, message = event.peer, event.message
         if isinstance(message, Hello):
-            return self.members.hello(peer, message, now)
+            actions = self._left_if(self.members.superseded(message), "its connection broke, and it joins again", now)
+            return actions + self.members.hello(peer, message, now)
         replica = self.members.of_control(peer, message.epoch)
         if replica is None:
             return self.members.unknown_session(peer) if isinstance(message, Heartbeat) else []
@@ -146,6 +147,11 @@ class MasterCore:
     def _data(self, event: DataReceived, now: float) -> list[Action]:
         peer, message = event.peer, event.message
         if isinstance(message, Attach):
+            broken = self.members.attached_elsewhere(peer, message)
+            if (
+                broken is not None
+            ):  # what was under way is lost; at its next heartbeat it learns that it must join again
+                return self._left(self.members.drop(broken, "its data connection broke"), now)
             actions = self.members.attach(peer, message, now)
             replica = self.members.of_data(peer, message.epoch)
             return actions + (self.orchestrator.dispatch(replica.stage) if replica is not None else [])

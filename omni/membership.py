@@ -146,6 +146,10 @@ class Membership:
                 lines.append(f"waiting for stage {name} ({ready} of {spec.replicas} replicas){detail}")
         return lines
 
+    def superseded(self, hello: Hello) -> Replica | None:
+        """The replica that the sender of a Hello was until its connection broke. Only it knows its session."""
+        return self._by_session.get(hello.previous) if hello.previous is not None else None
+
     # --- joining ------------------------------------------------------------------------------------------------------
 
     def hello(self, peer: Peer, hello: Hello, now: float) -> list[Action]:
@@ -233,12 +237,17 @@ class Membership:
         if replica is None or replica.epoch != attach.epoch or self._by_data.get(peer, replica) is not replica:
             self.refused += 1
             return []
-        if replica.data is not None:
-            self._by_data.pop(replica.data, None)
         replica.data = peer
         replica.last_seen = now
         self._by_data[peer] = replica
         return [SendData(peer, Attached(epoch=replica.epoch))]
+
+    def attached_elsewhere(self, peer: Peer, attach: Attach) -> Replica | None:
+        """The replica that attaches although it is attached by another connection: that one has broken."""
+        replica = self._by_session.get(attach.session)
+        if replica is None or replica.epoch != attach.epoch or peer in self._by_data:
+            return None
+        return replica if replica.data is not None else None
 
     # --- living -------------------------------------------------------------------------------------------------------
 

@@ -203,6 +203,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     replica: Number | None = None  # None: any free slot
     devices: tuple[Short, ...] = ()
     config_hash: Short | None = None  # of the stage config that the worker has loaded already, if any
+    previous: Session | None = None  # its last session: if the master still keeps a slot for it, that one is free
 
 
 class LoadProgress(_Message, frozen=True, tag="loading"):

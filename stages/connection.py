@@ -17,7 +17,7 @@ import zmq
 from proto.errors import ProtocolError, StartError
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
 from proto.messages import Attach, Attached, ControlDown, ControlUp, DataDown, DataUp, Goodbye, Hello, Refuse, Welcome
-from proto.sockets import Port, split_endpoint, tune
+from proto.sockets import Port, Sent, split_endpoint, tune
 from proto.tensors import Buffer, WireTensor, check_frame
 
 log = logging.getLogger("omni.stage")
@@ -49,7 +49,10 @@ class Connection:
         self._context = context
         self._url = url
         self._loop = asyncio.get_running_loop()
-        self._greeting: asyncio.Queue[Welcome | Refuse | Attached] = asyncio.Queue()
+        self._greeting: asyncio.Queue[Welcome | Refuse] = asyncio.Queue()
+        self._attaches = 0  # sent
+        self._attached = 0  # answered
+        self._attached_again = asyncio.Event()
         self._handlers: Handlers | None = None
         self._early: list[tuple[DataDown, Sequence[WireTensor]]] = []
         self.junk = 0
@@ -125,8 +128,20 @@ class Connection:
         Data is kept in order, so its answer to one more Attach says both.
         """
         await self.send_data(self._attach)
-        while not isinstance(await self._greeting.get(), Attached):
-            pass  # a second answer to a second Hello
+        self._attaches += 1
+        wanted = self._attaches
+        while self._attached < wanted:
+            self._attached_again.clear()
+            await self._attached_again.wait()
+
+    def stay_attached(self) -> None:
+        """Say once more whose data connection this is.
+
+        ZeroMQ replaces a broken connection without a word, and the master does not know the new one; from this it learns
+        that there is one, and that what was under way on the old one may be lost.
+        """
+        if self._data is not None and self._data.send(DATA_UP.encode(self._attach)) is Sent.OK:
+            self._attaches += 1
 
     def serve(self, handlers: Handlers) -> None:
         """From now on messages go to `handlers`; those that came since `join` come first."""
@@ -167,7 +182,8 @@ class Connection:
             self._drop(error)
             return
         if isinstance(message, Attached):
-            self._greeting.put_nowait(message)
+            self._attached += 1
+            self._attached_again.set()
         elif self._handlers is not None:
             self._handlers.data(message, tensors)
         else:

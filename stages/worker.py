@@ -23,7 +23,7 @@ import janus
 import zmq
 
 from proto.errors import ErrorCode, ErrorInfo, ProtocolError
-from proto.ids import StageName
+from proto.ids import Session, StageName
 from proto.messages import (
     PROTOCOL,
     Abort,
@@ -115,6 +115,7 @@ class Worker:
         self._engine: EngineThread | None = None
         self._config_hash: str | None = None
         self._loaded: Loaded | None = None
+        self._last_session: Session | None = None
         self._broken: Broken | None = None
         self._session: _Session | None = None
         self._signals = 0
@@ -159,6 +160,7 @@ class Worker:
                 return Ended.MASTER_LOST
             finally:
                 self._joining = None
+            self._last_session = welcome.session
             log.info(
                 "stage %s/%s joined %s (epoch %s)",
                 self._options.stage,
@@ -195,6 +197,7 @@ class Worker:
             replica=self._options.replica,
             devices=self._options.devices,
             config_hash=self._config_hash,
+            previous=self._last_session,
         )
 
     def _start_engine(self, welcome: Welcome) -> EngineThread:
@@ -372,6 +375,7 @@ class _Session:
             rss_bytes=_rss(),
         )
         self._connection.send_control(beat)
+        self._connection.stay_attached()
         self._beats_unanswered += 1
 
     # --- from the master ----------------------------------------------------------------------------------------------

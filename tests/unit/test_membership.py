@@ -166,12 +166,40 @@ def test_a_data_connection_serves_one_replica_only(master: Master) -> None:
     assert first.replica.data == first.data
 
 
-def test_a_replica_may_attach_anew_and_its_old_connection_is_forgotten(master: Master) -> None:
+def test_attaching_again_by_the_same_connection_changes_nothing(master: Master) -> None:
     stage = master.join("painter")
-    old, stage.data = stage.data, b"fresh"
+    replica = stage.replica
     stage.attach()
-    assert master.core.members.of_data(b"fresh", stage.epoch) is stage.replica
-    assert master.core.members.of_data(old, stage.epoch) is None
+    assert stage.replica is replica
+    assert len(stage.took(Attached)) == 2
+
+
+def test_a_replica_that_attaches_by_another_connection_has_lost_what_was_under_way_and_must_join_again(
+    master: Master,
+) -> None:
+    stage = master.join("painter")
+    stage.data = b"fresh"
+    stage.attach()
+    assert stage.replica is None
+    stage.say(Heartbeat(epoch=stage.epoch, steps=0, queued=0, running=0))
+    (refuse,) = stage.took(Refuse)
+    assert (refuse.code, refuse.retry) == ("session", True)
+
+
+def test_a_worker_that_joins_again_frees_the_slot_that_it_had(master: Master) -> None:
+    first = master.join("thinker")
+    assert isinstance(first.answer, Welcome)
+    again = master.hello("thinker", previous=first.answer.session)
+    assert isinstance(again.answer, Welcome)
+    assert again.answer.replica == first.answer.replica
+    assert first.replica is None
+
+
+def test_a_stranger_that_guesses_a_session_frees_nothing(master: Master) -> None:
+    first = master.join("thinker")
+    stranger = master.hello("thinker", previous="guess")
+    assert isinstance(stranger.answer, Refuse)
+    assert first.replica is not None
 
 
 def test_epochs_are_never_used_twice(master: Master) -> None:
