@@ -17,7 +17,8 @@ from launch.logs import set_up_logs
 from proto.errors import OmniError
 from proto.ids import StageName
 from proto.sockets import is_loopback, split_endpoint
-from stages.worker import Worker, WorkerOptions
+from stages.session import WorkerOptions
+from stages.worker import Worker
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 

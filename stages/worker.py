@@ -1,110 +1,45 @@
-"""The stage worker: joins a master, runs an engine in its thread, and moves messages between the two.
+"""The stage worker: joins a master, again and again, with an engine that it loads once.
 
     join -> load -> serve -> (master lost: join again, with the engine as it is) ... -> leave
 
-The I/O loop lives here, the engine in `stages.engine_thread`. Nothing polls: wake-ups come from sockets, queues, timers
+The I/O loop lives here and in `stages.session`, the engine in `stages.engine_thread`. Nothing polls: wake-ups come from sockets, queues, timers
 and signals. A worker whose master is gone drops its work at once, since nobody waits for it, and says hello again.
 """
 
 import asyncio
-import contextlib
-import enum
 import logging
 import os
-import resource
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-import janus
 import zmq
 
-from proto.errors import ErrorCode, ErrorInfo, ProtocolError
-from proto.ids import Session, StageName
+from proto.ids import Session
 from proto.messages import (
     PROTOCOL,
-    Abort,
-    Aborted,
-    BeatAck,
-    Call,
-    CallReply,
-    ControlDown,
-    DataDown,
-    Drain,
     Goodbye,
-    Heartbeat,
     Hello,
-    Leaving,
-    LoadFailed,
-    LoadProgress,
-    Ready,
-    Refuse,
-    Shutdown,
-    StageInfo,
-    Submit,
     Welcome,
 )
-from proto.tensors import WireTensor
-from stages.connection import Connection, Handlers, new_nonce
-from stages.engine import Emit, Failed, LoadContext, Publish
+from stages.connection import Connection, new_nonce
+from stages.engine import LoadContext
 from stages.engine_thread import (
-    Answer,
-    Ask,
-    Broken,
-    Command,
-    Done,
     DropAll,
-    Dropped,
     EngineThread,
     Loaded,
-    Loading,
-    Report,
 )
 from stages.engines import engine_factory
-from stages.payload.relay import MasterRelay
-from stages.payload.store import PayloadStore
-from stages.requests import Requests
+from stages.session import Ended, StageSession, WorkerOptions
 
 log = logging.getLogger("omni.stage")
 
-SILENT_BEATS: Final = 10
-"""Heartbeats without an acknowledgement after which the master is taken for gone."""
-
-MIN_SILENCE_S: Final = 5.0
-LAST_WORDS_S: Final = 2.0
 GOODBYE_S: Final = 0.5
 """How long a Goodbye may take to leave this process."""
 
 EXIT_NOT_LOADED: Final = 4
 """Exit status of a worker whose engine could not load: trying again would not help by itself."""
-
-PAGE: Final = os.sysconf("SC_PAGE_SIZE")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerOptions:
-    """`devices` override the deploy's; `replica` None takes any free slot. A worker that does not `exit_with_master` waits
-    for another one, with its model loaded."""
-
-    master: str
-    stage: StageName
-    replica: int | None = None
-    devices: tuple[str, ...] = ()
-    exit_with_master: bool = False
-
-
-class Ended(enum.Enum):
-    """Why a session ended."""
-
-    MASTER_LOST = "lost"  # join again
-    DISMISSED = "told to go"  # by a master that ends
-    LEFT = "left"
-    OUTDATED = "the stage's config has changed"
-    BROKEN = "broken"
-    NOT_LOADED = "not loaded"
 
 
 class Worker:
@@ -116,8 +51,7 @@ class Worker:
         self._config_hash: str | None = None
         self._loaded: Loaded | None = None
         self._last_session: Session | None = None
-        self._broken: Broken | None = None
-        self._session: _Session | None = None
+        self._session: StageSession | None = None
         self._signals = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._joining: asyncio.Task[Welcome] | None = None
@@ -173,7 +107,7 @@ class Worker:
                 ended = Ended.OUTDATED
                 return ended
             engine = self._start_engine(welcome)
-            self._session = _Session(connection, welcome, engine, self._loaded, self._options)
+            self._session = StageSession(connection, welcome, engine, self._loaded, self._options)
             if self._signals:
                 self._session.drain()
             ended = await self._session.serve(self._remember)
@@ -236,262 +170,6 @@ class Worker:
                 self._session.end(Ended.LEFT)
             else:
                 self._session.drain()
-
-
-class _Session:
-    """From Welcome to the end of this epoch."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        welcome: Welcome,
-        engine: EngineThread,
-        loaded: Loaded | None,
-        options: WorkerOptions,
-    ) -> None:
-        self._connection = connection
-        self._welcome = welcome
-        self._engine = engine
-        self._loaded = loaded
-        self._options = options
-        self._stage = options.stage
-        self._failed_to_load = False
-        self._loop = asyncio.get_running_loop()
-        self._ended: asyncio.Future[Ended] = self._loop.create_future()
-        self._draining = False
-        self._quiet = asyncio.Event()
-        self._last_ack = self._loop.time()
-        self._beats_unanswered = 0
-        self._beat_answered = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        epoch = welcome.epoch
-        self._store = PayloadStore(options.stage, welcome.replica, epoch, welcome.spec.edge.lease)
-        self._relay = MasterRelay(
-            options.stage, epoch, self._store, connection.send_data, welcome.limits.max_frame_bytes
-        )
-        self._requests = Requests(
-            options.stage, welcome.spec, epoch, self._relay, self._to_engine, connection.send_data, self._aborted
-        )
-        self._payload_messages: asyncio.Queue[tuple[DataDown, Sequence[WireTensor]]] = asyncio.Queue()
-
-    async def serve(self, on_loaded: Callable[[Loaded], None]) -> Ended:
-        self._on_loaded = on_loaded
-        if self._loaded is not None:
-            self._say_ready(self._loaded.info, 0.0)
-        self._connection.serve(Handlers(self._control, self._data))
-        self._start(self._read_reports())
-        self._start(self._read_payload_messages())
-        self._beat()
-        try:
-            return await self._ended
-        finally:
-            self._timer.cancel()
-            for task in self._tasks:
-                task.cancel()
-            self._connection.send_control(Goodbye(epoch=self._welcome.epoch, reason=self._ended.result().value))
-
-    def end(self, why: Ended) -> None:
-        if not self._ended.done():
-            self._ended.set_result(why)
-
-    def drain(self) -> None:
-        """Take no new work, finish what is here, then leave. While still loading there is nothing to finish."""
-        if self._draining:
-            return
-        self._draining = True
-        self._connection.send_control(Leaving(epoch=self._welcome.epoch))
-        if self._loaded is None:
-            self.end(Ended.LEFT)
-        else:
-            self._start(self._leave())
-
-    async def _leave(self) -> None:
-        """Work may be under way to here until the master has heard of our leaving, and results under way to the master
-        until it has handled them: so leave when it has answered to both."""
-        self._send_beat()
-        await self._soon(self._all_beats_answered())
-        while True:
-            self._quiet.clear()
-            if self._busy():
-                await self._quiet.wait()
-            await self._soon(self._connection.settle())
-            if not self._busy():
-                self.end(Ended.LEFT)
-                return
-
-    async def _all_beats_answered(self) -> None:
-        while self._beats_unanswered:
-            self._beat_answered.clear()
-            await self._beat_answered.wait()
-
-    @staticmethod
-    async def _soon(answer: Coroutine[None, None, None]) -> None:
-        """Wait for the master's answer, but not for that of a master that is gone."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(answer, LAST_WORDS_S)
-
-    def _look_if_quiet(self) -> None:
-        if self._draining and not self._busy():
-            self._quiet.set()
-
-    def _start(self, work: Coroutine[None, None, None]) -> None:
-        """Run something for as long as the session lasts. If it fails, the session does."""
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_ended)
-
-    def _busy(self) -> bool:
-        return len(self._requests) > 0 or len(self._store) > 0
-
-    def close(self) -> None:
-        self._requests.close()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the worker's loop failed", exc_info=error)
-            self.end(Ended.BROKEN)
-
-    # --- liveness -----------------------------------------------------------------------------------------------------
-
-    def _beat(self) -> None:
-        """Report progress, and look whether the master still answers."""
-        every = self._welcome.heartbeat_s
-        self._send_beat()
-        self._look_if_quiet()
-        if self._loop.time() - self._last_ack > max(MIN_SILENCE_S, SILENT_BEATS * every):
-            self.end(Ended.MASTER_LOST)
-        self._timer = self._loop.call_later(every, self._beat)
-
-    def _send_beat(self) -> None:
-        engine = self._engine
-        beat = Heartbeat(
-            epoch=self._welcome.epoch,
-            steps=engine.steps,
-            queued=engine.queued,
-            running=engine.running,
-            step_s=engine.step_s,
-            leases=len(self._store),
-            lease_bytes=self._store.nbytes,
-            rss_bytes=_rss(),
-        )
-        self._connection.send_control(beat)
-        self._connection.stay_attached()
-        self._beats_unanswered += 1
-
-    # --- from the master ----------------------------------------------------------------------------------------------
-
-    def _control(self, message: ControlDown) -> None:
-        if isinstance(message, BeatAck):
-            self._last_ack = self._loop.time()
-            self._beats_unanswered -= 1
-            self._beat_answered.set()
-        elif isinstance(message, Abort):
-            self._requests.abort(message.request)
-        elif isinstance(message, Call):
-            if not self._to_engine(Ask(message.call, message.method, message.args)):
-                self._reply(Answer(message.call, False, None, "the engine takes no more commands now"))
-        elif isinstance(message, Drain):
-            self.drain()
-        elif isinstance(message, Shutdown):
-            log.info("told to go: %s", message.reason)
-            if self._failed_to_load:
-                self.end(Ended.NOT_LOADED)
-            else:
-                self.end(Ended.DISMISSED if self._options.exit_with_master else Ended.MASTER_LOST)
-        elif isinstance(message, Refuse):
-            self.end(Ended.MASTER_LOST)  # another master than the one that welcomed us
-
-    def _data(self, message: DataDown, tensors: Sequence[WireTensor]) -> None:
-        if isinstance(message, Submit):
-            if message.epoch == self._welcome.epoch:
-                self._requests.submit(message, tensors)
-        else:
-            self._payload_messages.put_nowait((message, tensors))
-
-    async def _read_payload_messages(self) -> None:
-        while True:
-            message, tensors = await self._payload_messages.get()
-            await self._relay.handle(message, tensors)  # type: ignore[arg-type] # the lane has nothing else
-
-    # --- to and from the engine ---------------------------------------------------------------------------------------
-
-    def _to_engine(self, command: Command) -> bool:
-        try:
-            self._engine.commands.async_q.put_nowait(command)
-        except janus.AsyncQueueFull:
-            return False
-        return True
-
-    async def _read_reports(self) -> None:
-        queue = self._engine.reports.async_q
-        while True:
-            for report in await queue.get():
-                await self._report(report)
-            self._look_if_quiet()
-
-    async def _report(self, report: Report) -> None:
-        if isinstance(report, Emit):
-            await self._requests.emit(report)
-        elif isinstance(report, Done):
-            await self._requests.finish(report)
-        elif isinstance(report, Publish):
-            await self._requests.publish_event(report)
-        elif isinstance(report, Failed):
-            await self._requests.fail(report)
-        elif isinstance(report, Dropped):
-            self._requests.dropped(report.request)
-        elif isinstance(report, Answer):
-            self._reply(report)
-        elif isinstance(report, Loading):
-            self._connection.send_control(
-                LoadProgress(epoch=self._welcome.epoch, note=report.note[:4096], done=report.done)
-            )
-        elif isinstance(report, Loaded):
-            self._loaded = report
-            self._on_loaded(report)
-            self._say_ready(report.info, report.seconds)
-        else:
-            await self._give_up(report)
-
-    def _say_ready(self, info: StageInfo, load_s: float) -> None:
-        self._connection.send_control(Ready(epoch=self._welcome.epoch, info=info, load_s=load_s))
-
-    async def _give_up(self, broken: Broken) -> None:
-        """The engine is of no more use. Before the process ends, everybody who waits is told."""
-        epoch = self._welcome.epoch
-        if broken.loaded:
-            text = f"the engine is broken: {broken.error}"
-            await self._requests.fail_all(ErrorInfo(ErrorCode.STAGE_FAILED, text, self._stage))
-            await self._soon(self._connection.settle())
-            self.end(Ended.BROKEN)
-        else:
-            self._failed_to_load = True
-            log.error("could not load: %s", broken.error)
-            self._connection.send_control(LoadFailed(epoch=epoch, error=broken.error[:4096]))
-            # The master answers with Shutdown, so it knows the reason before it sees this process end.
-            self._loop.call_later(LAST_WORDS_S, self.end, Ended.NOT_LOADED)
-
-    def _reply(self, answer: Answer) -> None:
-        epoch, call = self._welcome.epoch, answer.call
-        try:
-            self._connection.send_control(
-                CallReply(epoch=epoch, call=call, ok=answer.ok, value=answer.value, error=answer.error[:4096])
-            )
-        except (ValueError, ProtocolError) as error:
-            text = f"the engine's answer cannot be sent: {error}"[:4096]
-            self._connection.send_control(CallReply(epoch=epoch, call=call, ok=False, error=text))
-
-    def _aborted(self, message: Aborted) -> None:
-        self._connection.send_control(message)
-
-
-def _rss() -> int:
-    """Resident bytes of this process now, where the system says so, else their maximum."""
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * PAGE
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _build() -> str:
