@@ -191,6 +191,8 @@ class DeployReader:
             is_item = isinstance(node, Scalar) and node.value is not None
             remedy = f"; write [{found(node)}]" if is_item else ""
             return self._note(origin, path, f"expected {describe(kind)}, found {found(node)}{remedy}")
+        if kind.max_length is not None and len(node.items) > kind.max_length:
+            return self._note(origin, path, f"expected at most {kind.max_length} items, found {len(node.items)}")
         values = [
             self._read(item, kind.item_type, f"{path}[{at}]", item.origin, ()) for at, item in enumerate(node.items)
         ]

@@ -14,6 +14,9 @@ Json: TypeAlias = Any
 MAX_JSON_DEPTH = 32
 MAX_JSON_ITEMS = 100_000
 MAX_SEED = 2**63 - 1
+MAX_COUNT = 2**31 - 1
+"""Of tokens: more than any model has, and what every library here can count."""
+
 MAX_PIXELS_A_SIDE = 16384
 
 
@@ -52,13 +55,13 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     `extra` is for engines that are not ours; a name that the engine did not declare is refused before any work.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 is greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None  # 0 is off
+    top_k: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None  # 0 is off
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
-    stop: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] | None = None
+    stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=64)] | None = None
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:

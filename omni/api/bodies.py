@@ -41,7 +41,7 @@ class StreamOptions(_Body, frozen=True):
 
 class ChatBody(_Body, frozen=True):
     model: str
-    messages: Annotated[list[MessageBody], Meta(min_length=1)]
+    messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=10_000)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None

@@ -28,7 +28,7 @@ class Catalog:
         """Raises `UnknownModel` for a name that is not served here."""
         if model not in self.names:
             raise UnknownModel(
-                f"model {model!r} is not served here; served are: {', '.join(self.names)}", field="model"
+                f"model {model[:100]!r} is not served here; served are: {', '.join(self.names)}", field="model"
             )
 
     def stage_for(self, model: str | None, wanted: Kind, route: str) -> StageName:

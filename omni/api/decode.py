@@ -19,13 +19,17 @@ from omni.api.errors import ClientGone, HttpError
 from proto.errors import InvalidRequest
 from proto.params import Json
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 
 _IN_A_THREAD: Final = 256 << 10  # larger bodies are parsed off the loop
 _LINGER_S: Final = 2.0
-_WHERE: Final = re.compile(r"^(?P<reason>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
-_UNKNOWN: Final = re.compile(r"^Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_MISSING: Final = re.compile(r"^Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_shower: Final = json.JSONEncoder(ensure_ascii=False)
+_LONGEST: Final = 80
+"""Characters of a caller's own words in a message."""
+
+_AT: Final = " - at `"
+_UNKNOWN: Final = "Object contains unknown field `"
+_MISSING: Final = "Object missing required field `"
 _STEP: Final = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 
 
@@ -114,25 +118,25 @@ def convert(
 ) -> T:
     """`data` as a `struct`, strictly. `spelling` gives the caller's names of fields that were renamed, `known` further
     names that a mistyped one may have meant. Raises `InvalidRequest`."""
+    fields = {field.encode_name for field in msgspec.structs.fields(struct)}
+    for name in data:
+        if name not in fields:  # not left to msgspec: the name is the caller's, and its message would have to be parsed
+            raise InvalidRequest(f"unknown field {cut(name)!r}{_nearest(name, [*fields, *known])}", field=cut(name))
     try:
         return msgspec.convert(data, struct, strict=True)
     except msgspec.ValidationError as error:
-        raise _explain(str(error), data, struct, spelling or {}, known) from None
+        raise _explain(str(error), data, spelling or {}) from None
 
 
-def _explain(
-    text: str, data: Mapping[str, Json], struct: type, spelling: Mapping[str, str], known: Iterable[str]
-) -> InvalidRequest:
-    match = _WHERE.match(text)
-    reason, path = (match["reason"], match["path"] or "$") if match else (text, "$")
-    path = path.removeprefix("$").removeprefix(".")
-    if unknown := _UNKNOWN.match(reason):
-        field = f"{path}.{unknown['name']}" if path else unknown["name"]
-        names = [] if path else [*(f.encode_name for f in msgspec.structs.fields(struct)), *known]
-        return InvalidRequest(f"unknown field {field!r}{_nearest(unknown['name'], names)}", field=field)
-    if missing := _MISSING.match(reason):
-        field = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidRequest(f"{field} is missing", field=field)
+def _explain(text: str, data: Mapping[str, Json], spelling: Mapping[str, str]) -> InvalidRequest:
+    """msgspec's words in ours. Paths hold field names and indices alone, so the last one in the text is not a caller's."""
+    reason, path = text.rsplit(_AT, 1) if _AT in text else (text, "")
+    path = path.removesuffix("`").removeprefix("$").removeprefix(".")
+    for start, words in ((_UNKNOWN, "unknown field {0!r}"), (_MISSING, "{0} is missing")):
+        if reason.startswith(start):
+            name = cut(reason.removeprefix(start).removesuffix("`"))
+            field = f"{path}.{name}" if path else name
+            return InvalidRequest(words.format(field), field=field)
     field = spelling.get(path, path)
     seen = show(_at(data, path))
     return InvalidRequest(
@@ -141,6 +145,8 @@ def _explain(
 
 
 def _nearest(name: str, names: list[str]) -> str:
+    if len(name) > _LONGEST:
+        return ""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -152,6 +158,17 @@ def _at(data: Json, path: str) -> Json:
 
 
 def show(value: Json) -> str:
-    """A value of the caller's, short enough for a message."""
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value of the caller's, short enough for a message. Takes no longer for a value that is large."""
+    if isinstance(value, str):
+        return cut(json.dumps(value[: _LONGEST + 1], ensure_ascii=False))
+    text = ""
+    for piece in _shower.iterencode(value):  # lazily
+        text += piece[: _LONGEST + 1]
+        if len(text) > _LONGEST:
+            break
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """A caller's own words, short enough for a message."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

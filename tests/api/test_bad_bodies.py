@@ -1,10 +1,14 @@
 """What must not run is refused before any stage hears of it, in the caller's own words."""
 
+import httpx
+import msgspec
 import pytest
 
+from omni.api import decode
+from proto.deploy import ApiSpec
 from tests.api import cases
 from tests.api.cases import BAD_IMAGE_BODIES, CHAT, IMAGES, BadBody, check_refused
-from tests.api.fake_pipeline import PAINTER, Server
+from tests.api.fake_pipeline import PAINTER, Server, serving, two_stages
 
 HELLO: list[object] = [{"role": "user", "content": "hello"}]
 
@@ -35,6 +39,9 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
     "top_p 0": BadBody({"model": "demo", "messages": HELLO, "top_p": 0}, "top_p"),
     "top_k -1": BadBody({"model": "demo", "messages": HELLO, "top_k": -1}, "top_k"),
     "max_tokens 0": BadBody({"model": "demo", "messages": HELLO, "max_tokens": 0}, "max_tokens"),
+    "max_tokens beyond any model": BadBody({"model": "demo", "messages": HELLO, "max_tokens": 2**70}, "max_tokens"),
+    "top_k beyond any vocabulary": BadBody({"model": "demo", "messages": HELLO, "top_k": 2**63}, "top_k"),
+    "too many stop strings": BadBody({"model": "demo", "messages": HELLO, "stop": ["x"] * 65}, "stop"),
     "max_completion_tokens 0": BadBody(
         {"model": "demo", "messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"
     ),
@@ -77,6 +84,39 @@ def test_refusal_shows_the_value_and_the_remedy(shared: Server) -> None:
     assert "temperature" in check_refused(shared.url, CHAT, BAD_CHAT_BODIES["mistyped field"])
     assert "b64_json" in check_refused(shared.url, IMAGES, BAD_IMAGE_BODIES["response format url"])
     assert "multiple of 8" in check_refused(shared.url, IMAGES, BAD_IMAGE_BODIES["size 513x512"])
+
+
+TRICKY_NAMES = (
+    *("", " ", ".", "[0]", "a.b[3].c", "`", "a\nb`", "\0", "{0}", "$", " - at `$.a.b", " - at `$.prompt[3]"),
+    *(" - at `$.messages[0].content[7]`", " - at `" * 50, "Object contains unknown field `x` - at `$.prompt`"),
+)
+
+
+@pytest.mark.parametrize("name", TRICKY_NAMES)
+def test_unknown_field_is_refused_whatever_its_name(shared: Server, name: str) -> None:
+    inner = {"model": "demo", "messages": [{"role": "user", "content": "x", name: 1}]}
+    for route, body, where in ((IMAGES, {"prompt": "x", name: 1}, ""), (CHAT, inner, "messages[0].")):
+        answer = httpx.post(f"{shared.url}{route}", json=body, timeout=cases.PATIENCE_S)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == where + decode.cut(name)
+
+
+def test_refusal_of_something_huge_is_short() -> None:
+    huge, many = "a" * 5_000_000, [1] * 1_000_000
+    painted: tuple[dict[str, object], ...] = (
+        *({"prompt": "x", huge: 1}, {"prompt": many}, {"prompt": "x", "size": huge}, {"prompt": "x", "model": huge}),
+        *({"prompt": "x", "quality": many}, {"prompt": "x", "user": many}, {"prompt": "x", "seed": huge}),
+    )
+    said: tuple[dict[str, object], ...] = (
+        {"model": "demo", "messages": [{"role": "user", "content": "", huge: 1}]},
+        {"model": "demo", "messages": HELLO * 10_001},
+    )
+    with serving(msgspec.structs.replace(two_stages(), api=ApiSpec(port=0))) as server:
+        for route, bodies in ((IMAGES, painted), (CHAT, said)):
+            for body in bodies:
+                answer = httpx.post(f"{server.url}{route}", json=body, timeout=cases.PATIENCE_S)
+                assert answer.status_code in (400, 404)
+                assert len(answer.content) < 1000
 
 
 @pytest.mark.parametrize("name", ["guidance", "guidance_scale"])

@@ -142,6 +142,10 @@ MISTAKES = {
         thinker("defaults:\n      stop:\n        - a\n        - 7"),
         "demo.yaml:10: stages.thinker.defaults.stop[1]: expected text, found 7; put it in quotes to make it text",
     ),
+    "too long a list": (
+        thinker(f"defaults: {{stop: [{', '.join('x' * 65)}]}}"),
+        "demo.yaml:7: stages.thinker.defaults.stop: expected at most 64 items, found 65",
+    ),
     "text for a mapping": (
         painter("edge: fast"),
         "demo.yaml:12: stages.painter.edge: expected a mapping, found 'fast'",
