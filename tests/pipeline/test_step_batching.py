@@ -1,0 +1,84 @@
+"""Requests of any stock pipeline share the denoiser's forwards, and each gets what it would have got alone."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from stages.diffusion.engine import DiffusionEngine
+from stages.engine import Finished
+from tests.pipeline.batching_cases import CASES, Family, Stock, drive, ends, forwards, latents_of, load, request
+
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
+    """The folder of a tiny pipeline, built once."""
+    root = tmp_path_factory.mktemp("families")
+    return lambda name: found if (found := root / name).exists() else CASES[name].build(found)
+
+
+@pytest.fixture
+def engine(folder: Folder, request: pytest.FixtureRequest) -> Iterator[DiffusionEngine]:
+    """An engine for the test's family."""
+    name = request.getfixturevalue("name")
+    loaded = load(folder(name))
+    yield loaded
+    assert not loaded.has_work
+    loaded.close()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("paint-")]
+
+
+@pytest.fixture
+def stock(folder: Folder, request: pytest.FixtureRequest) -> Stock:
+    name = request.getfixturevalue("name")
+    return Stock(folder(name), CASES[name])
+
+
+def check(events: list, jobs: list, stock: Stock, engine: DiffusionEngine, family: Family) -> None:
+    """Every job ended with what the stock pipeline gives it alone."""
+    ended = ends(events)
+    for job in jobs:
+        torch.testing.assert_close(
+            latents_of(ended[job.request]),
+            stock.latents(job, engine._loaded()).cpu(),
+            rtol=family.tolerance,
+            atol=family.tolerance,
+            msg=lambda text, job=job: f"{job.request}: {text}",
+        )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mixed_requests_get_what_they_get_alone_with_fewer_forwards(
+    name: str, engine: DiffusionEngine, stock: Stock
+) -> None:
+    family = CASES[name]
+    jobs = [request(family, number, steps) for number, steps in enumerate((5, 3, 4, 6))]
+    before = forwards(engine)
+    events = drive(engine, dict(zip((0, 3, 7, 10), jobs, strict=True)))
+    together = forwards(engine) - before
+    check(events, jobs, stock, engine, family)
+    assert together < stock.forwards
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_requests_of_one_kind_share_every_forward(name: str, engine: DiffusionEngine, stock: Stock) -> None:
+    """Same arguments but for prompt, seed and guidance, and all there from the start."""
+    family = CASES[name]
+    size = family.sizes[0] if family.sizes else None
+    guided = [scale for scale in family.guidance if scale > 1][:2]
+    jobs = [
+        request(family, number, 3, size=size, num_images=1, guidance_scale=guided[number % 2], negative_prompt=None)
+        for number in range(3)
+    ]
+    before = forwards(engine)
+    events = drive(engine, {0: jobs[0], 0.1: jobs[1], 0.2: jobs[2]})
+    together = forwards(engine) - before
+    check(events, jobs, stock, engine, family)
+    assert together * 3 == stock.forwards
+    for end in ends(events).values():
+        assert isinstance(end, Finished)
+        assert end.detail["rows_shared"] == end.detail["rows"] > 0
