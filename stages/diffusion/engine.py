@@ -24,15 +24,16 @@ from proto.messages import Progress, StageInfo, Started
 from proto.params import Json
 from stages.diffusion import collate, library, parking
 from stages.diffusion.admission import AtOnce, ForCompany
-from stages.diffusion.arguments import check
+from stages.diffusion.arguments import check, pixels
 from stages.diffusion.collate import Form
 from stages.diffusion.faults import to_error
 from stages.diffusion.loading import Painter, load_painter
 from stages.diffusion.parking import Call
+from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
 from stages.diffusion.request import PaintRequest
 from stages.diffusion.runner import Runner, lacks_memory
-from stages.diffusion.scheduler import Admit, Group, Limits, Phase, Scheduler, Work
+from stages.diffusion.scheduler import Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 
 log = logging.getLogger(__name__)
@@ -66,11 +67,12 @@ class DiffusionEngine:
                 field=f"engine.vae_{missing[0]}",
             )
         together = spec.step_batching and not painter.recipe.exclusive
-        limits = Limits(spec.max_num_seqs if together else 1, spec.max_rows)
+        limits = Limits(spec.max_num_seqs if together else 1, spec.max_rows, spec.max_pixels)
         wait = spec.admission_wait
         self._scheduler: Scheduler[RequestId] = Scheduler(limits, AtOnce() if wait is None else ForCompany(wait))
         self._runner = Runner(painter.device)
         self._prompts = PromptCache(spec.prompt_cache)
+        self._previews = Previews(painter, spec.preview_every)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         context.report("ready", 1.0)
         return painter.info
@@ -83,11 +85,22 @@ class DiffusionEngine:
         """Raises `InvalidRequest` naming the field, if the pipeline could not run the job."""
         painter = self._loaded()
         request = PaintRequest(job, check(job, painter), painter)
-        self._scheduler.add(job.request, request.queued_at)
+        try:
+            self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter))
+        except OverBudget as error:
+            raise InvalidRequest(
+                f"stage {painter.stage}: {painter.info.model} draws at most {error.limit} pixels in all images and frames of"
+                f" a request, not {error.cost}; ask for a smaller size or fewer",
+                stage=painter.stage,
+                field="width",
+            ) from error
         self._requests[job.request] = request
 
     def step(self) -> list[Event]:
-        """Start a request, or make the calls that the scheduler puts together and take their requests to the next ones."""
+        """Start a request, or make the calls that the scheduler puts together and take their requests to the next ones.
+        Between two such units there may be one that draws a preview."""
+        if self._previews.due():
+            return self._previews.draw()
         now = time.perf_counter()
         plan = self._scheduler.schedule(now)
         if isinstance(plan, Admit):
@@ -102,6 +115,7 @@ class DiffusionEngine:
         if self._scheduler.remove(request):
             self._requests.pop(request).abort()
             self._forms.pop(request, None)
+            self._previews.forget(request)
             self._counts["aborted"] += 1
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
@@ -231,12 +245,15 @@ class DiffusionEngine:
     def _progress(self, request: PaintRequest) -> list[Event]:
         steps = request.take_steps()
         self._counts["steps"] += len(steps)
+        for one in steps:
+            self._previews.step_done(request, one)
         return [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
 
     def _forget(self, name: RequestId, how: str) -> None:
         self._scheduler.update(name, None)
         del self._requests[name]
         self._forms.pop(name, None)
+        self._previews.forget(name)
         self._counts[how] += 1
 
     def _cache_counts(self) -> dict[str, Json]:

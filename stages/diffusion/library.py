@@ -102,6 +102,17 @@ def scale_factor(pipe: DiffusionPipeline) -> int:
     return int(attribute(pipe, *_SPATIAL) or 1)
 
 
+def unpacked(
+    pipe: DiffusionPipeline, latents: torch.Tensor, height: int | None, width: int | None
+) -> torch.Tensor | None:
+    """Latents of tokens as the decoder has them, for pipelines that pack 2 x 2 of them; None for others."""
+    unpack = getattr(pipe, "_unpack_latents", None)
+    if unpack is None or height is None or width is None:
+        return None
+    result = unpack(latents, height, width, scale_factor(pipe))
+    return result if isinstance(result, torch.Tensor) else None
+
+
 def patch_size(pipe: DiffusionPipeline) -> int:
     """Latents per token of the denoiser, along one side."""
     size = denoiser_setting(pipe, "patch_size")

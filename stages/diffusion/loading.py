@@ -144,9 +144,7 @@ def _load(
         report(f"loading {name} ({cls.__name__})", 0.9 * done / len(classes))
         parts[name] = cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype)
     report(f"assembling {pipeline_class.__name__}", 0.9)
-    absent = dict.fromkeys(
-        name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name])
-    )
+    absent = dict.fromkeys(name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name]))
     pipe = pipeline_class.from_pretrained(
         folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **parts, **absent
     )

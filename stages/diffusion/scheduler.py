@@ -70,7 +70,12 @@ class Group(NamedTuple, Generic[Id]):
 
 
 class OverBudget(ValueError):
-    """The request would not fit even alone."""
+    """The request would not fit even alone: it costs more than the limit."""
+
+    def __init__(self, cost: int, limit: int) -> None:
+        super().__init__(f"{cost} is more than {limit}")
+        self.cost = cost
+        self.limit = limit
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ class Scheduler(Generic[Id]):
         if request in self._queue or request in self._running:
             raise ValueError(f"request {request} is here already")
         if self._limits.max_cost is not None and cost > self._limits.max_cost:
-            raise OverBudget(f"{cost} is more than {self._limits.max_cost}")
+            raise OverBudget(cost, self._limits.max_cost)
         self._queue[request] = _Waiting(cost, now)
 
     def update(self, request: Id, work: Work | None) -> None:

@@ -228,7 +228,7 @@ def build_tiny_sana(folder: Path) -> None:
             cross_attention_head_dim=4,
             cross_attention_dim=8,
             caption_channels=32,
-            sample_size=32,
+            sample_size=8,  # none that it has a table of trained sizes for
         ),
         scheduler=DPMSolverMultistepScheduler(
             algorithm_type="dpmsolver++",

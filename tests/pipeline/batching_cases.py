@@ -1,11 +1,9 @@
 """Families of pipelines for the tests of step batching: what to ask of each, and the same asked of the stock pipeline."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import diffusers
 import torch
 from diffusers import DiffusionPipeline
 
@@ -173,8 +171,3 @@ def latents_of(end: Finished | Failed) -> torch.Tensor:
 
 def forwards(engine: DiffusionEngine) -> int:
     return engine.call("stats", {})["forwards"]
-
-
-@functools.cache
-def classes(name: str) -> type:
-    return getattr(diffusers, name)
