@@ -22,7 +22,7 @@ from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
 from proto.ids import RequestId
 from proto.messages import Progress, StageInfo, Started
 from proto.params import Json
-from stages.diffusion import collate, library, parking
+from stages.diffusion import library, parking
 from stages.diffusion.admission import AtOnce, ForCompany
 from stages.diffusion.arguments import check, pixels
 from stages.diffusion.collate import Form
@@ -31,7 +31,7 @@ from stages.diffusion.loading import Painter, load_painter
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
-from stages.diffusion.request import PaintRequest
+from stages.diffusion.request import PaintRequest, resume_all
 from stages.diffusion.runner import Runner, lacks_memory
 from stages.diffusion.scheduler import Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
@@ -144,7 +144,7 @@ class DiffusionEngine:
 
     def _start(self, request: PaintRequest) -> list[Event]:
         started = Emit(request.job.request, "", Started(queue_s=request.start()))
-        return [started, *self._advance(request)]
+        return [started, *self._advance([request])]
 
     def _run(self, group: Group[RequestId]) -> list[Event]:
         """Make the group's calls and resume its requests. What raises in company is made again one by one."""
@@ -163,7 +163,7 @@ class DiffusionEngine:
             for call, result in zip(calls, results, strict=True):
                 call.answer(result)
         self._meter(requests, forms, group.phase, time.perf_counter() - began)
-        return [event for request in requests for event in self._advance(request)]
+        return self._advance(requests)
 
     def _make(self, calls: list[Call], forms: list[Form], group: Group[RequestId]) -> list[Json]:
         """Equal prompts among the calls are encoded once, and kept."""
@@ -207,11 +207,16 @@ class DiffusionEngine:
         for request, form in zip(requests, forms, strict=True):
             request.meter.called(phase, seconds, form.rows, total)
 
-    def _advance(self, request: PaintRequest) -> list[Event]:
-        """Take the request to its next call that has no answer yet, or to its end; what it did on the way."""
+    def _advance(self, requests: list[PaintRequest]) -> list[Event]:
+        """Take the requests to their next calls that have no answer yet, or to their ends; what they did on the way."""
+        resume_all(requests)
+        return [event for request in requests for event in self._settle(request)]
+
+    def _settle(self, request: PaintRequest) -> list[Event]:
+        """What comes of a request that has just stopped: its next call, or its end."""
         name = request.job.request
         try:
-            call = request.resume()
+            call = request.call
             while call is not None and self._answer_from_cache(request, call):
                 call = request.resume()
             events = self._progress(request)
@@ -219,7 +224,7 @@ class DiffusionEngine:
                 events.append(request.finish())
                 self._forget(name, "finished")
             else:
-                form = self._forms[name] = collate.classify(call)
+                form = self._forms[name] = request.forms.read(call)
                 self._scheduler.update(name, self._work(call, form))
         except Exception as error:  # noqa: BLE001 - the fault boundary of a request: the others go on
             events = self._progress(request)

@@ -7,7 +7,7 @@ scheduler's `step`: each request has a scheduler of its own, so wrapping that on
 import copy
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
 
 from proto.params import DiffusionParams, Json
-from stages.diffusion import arguments, library, outputs, parking
+from stages.diffusion import arguments, fiber, library, outputs, parking
+from stages.diffusion.collate import Forms
 from stages.diffusion.fiber import Fiber
 from stages.diffusion.loading import Painter
 from stages.diffusion.meter import Meter
@@ -43,10 +44,12 @@ class PaintRequest:
     queued_at: float = field(default_factory=time.perf_counter)
     meter: Meter = field(default_factory=Meter)
     call: Call | None = None
+    forms: Forms = field(default_factory=Forms)
     _steps: list[Step] = field(default_factory=list)
     _latents: torch.Tensor | None = None
     _phase: Phase = Phase.ENCODE
     _forwards_seen: int = 0
+    _resumed_at: float = 0.0
     _fiber: Fiber[Call, dict[str, Artifact]] | None = None
 
     def start(self) -> float:
@@ -57,11 +60,7 @@ class PaintRequest:
 
     def resume(self) -> Call | None:
         """Go on with what `call` was answered, to the next call; None is the end, successful or not."""
-        began = time.perf_counter()
-        self.call = self._at_work().resume()
-        self.meter.worked(self._phase, time.perf_counter() - began)
-        if self.call is not None:
-            self._phase = self.call.site.phase
+        resume_all([self])
         return self.call
 
     def take_steps(self) -> list[Step]:
@@ -71,10 +70,10 @@ class PaintRequest:
 
     def finish(self) -> Finished:
         """After the end: the terminal event. Raises what the pipeline raised."""
-        fiber = self._at_work()
+        ended = self._at_work()
         self._fiber = None  # it refers to this request: end the circle, or the tensors would stay
         self._latents = None
-        return outputs.finish(self.job, fiber.result(), self.meter.detail())
+        return outputs.finish(self.job, ended.result(), self.meter.detail())
 
     def abort(self) -> None:
         """Stop at the call where it stands; its thread has ended when this returns."""
@@ -91,7 +90,25 @@ class PaintRequest:
 
     def _paint(self, park: Callable[[Call], None]) -> dict[str, Artifact]:
         """The fiber's body."""
-        parking.enter(park)
+        parking.enter(self._parking(park))
+        try:
+            return self._call_pipeline()
+        finally:
+            self.meter.worked(self._phase, time.perf_counter() - self._resumed_at)
+
+    def _parking(self, park: Callable[[Call], None]) -> Callable[[Call], None]:
+        """`park`, with a watch on the time that the fiber itself takes between two calls."""
+        self._resumed_at = time.perf_counter()
+
+        def stop(call: Call) -> None:
+            self.meter.worked(self._phase, time.perf_counter() - self._resumed_at)
+            self._phase = call.site.phase
+            park(call)
+            self._resumed_at = time.perf_counter()
+
+        return stop
+
+    def _call_pipeline(self) -> dict[str, Artifact]:
         with torch.inference_mode():  # holds for one thread only
             pipe = private_copy(self.painter.pipe)
             seeds = arguments.choose_seeds(self.params)
@@ -132,6 +149,13 @@ class PaintRequest:
         if meter.forwards == self._forwards_seen:
             parking.stop_at(parking.PAUSE)  # the pipeline's denoiser is none that we know: stop here instead
         self._forwards_seen = meter.forwards
+
+
+def resume_all(requests: Sequence[PaintRequest]) -> None:
+    """Take each to its next `call`, one after the other."""
+    fiber.resume_all([request._at_work() for request in requests])
+    for request in requests:
+        request.call = request._at_work().note
 
 
 def private_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
