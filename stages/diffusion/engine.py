@@ -244,7 +244,7 @@ class DiffusionEngine:
         return True
 
     def _work(self, call: Call, form: Form) -> Work:
-        alone = form.rules is None or self._spec.batch_invariant
+        alone = form.rules is None or self._spec.batch_invariant or call.site.name in self._runner.alone
         return Work(call.site.phase, form.bucket, form.exact, form.rows, alone)
 
     def _progress(self, request: PaintRequest) -> list[Event]:
@@ -267,6 +267,7 @@ class DiffusionEngine:
         return {
             **counts,
             "forwards": self._runner.forwards[Phase.DENOISE],
+            "checks": self._runner.checks,
             "prompts_kept": len(cache),
             "prompt_bytes": cache.size,
             "prompt_hits": cache.hits,

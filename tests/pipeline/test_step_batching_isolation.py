@@ -287,6 +287,26 @@ def test_request_waits_for_company_when_the_deploy_says_so(engines: Load) -> Non
     assert all(end.detail["rows_shared"] == end.detail["rows"] for end in ended.values())
 
 
+def test_model_whose_rows_see_one_another_is_found_out_and_not_shared(engines: Load) -> None:
+    engine = engines()
+    jobs = [job("a", seed=1), job("b", seed=2, prompt="two cats"), job("c", seed=3, prompt="a bowl of fruit")]
+    conv = part(engine, "unet").get_submodule("conv_in")
+    handle = conv.register_forward_hook(lambda module, args, out: out + out[:1])  # the first row leaks into all others
+    expected = [alone(engine, one) for one in jobs]
+    made = forwards(engine)
+    ended = ends(drive(engine, dict(enumerate(jobs))))
+    handle.remove()
+    assert all(close(ended[one.request], end) for one, end in zip(jobs, expected, strict=True))
+    assert forwards(engine) - made == 12 + 1  # the group that was found out, and then each by itself
+
+
+def test_shared_calls_are_checked_once_and_the_same_for_all_later_requests(engines: Load) -> None:
+    engine = engines()
+    for _ in range(3):
+        drive(engine, {0: job("a"), 0.1: job("b", seed=2)})
+    assert stats(engine)["checks"] == 2  # the denoiser and the decoder
+
+
 # --- encoding and decoding --------------------------------------------------------------------------------------------
 
 
