@@ -201,12 +201,12 @@ class Forms:
 
 def _fits_all(form: Form, before: Mapping[str, Json], call: Call) -> bool:
     now, rules = call.arguments, form.rules
-    return (
-        rules is not None
-        and not call.rest
-        and len(now) == len(before)
-        and all(name in before and _fits(rules[name], before[name], value, form.site) for name, value in now.items())
-    )
+    if rules is None or call.rest or len(now) != len(before):
+        return False
+    for name, value in now.items():
+        if name not in before or not _fits(rules[name], before[name], value, form.site):
+            return False
+    return True
 
 
 def _fits(rule: Rule, before: Json, now: Json, site: str) -> bool:
