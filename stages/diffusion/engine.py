@@ -25,8 +25,8 @@ from proto.params import Json
 from stages.diffusion import library, parking
 from stages.diffusion.admission import AtOnce, ForCompany
 from stages.diffusion.arguments import check, pixels
-from stages.diffusion.collate import Form
 from stages.diffusion.faults import to_error
+from stages.diffusion.forms import Form
 from stages.diffusion.loading import Painter, load_painter
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews

@@ -16,8 +16,8 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 
 from proto.params import DiffusionParams, Json
 from stages.diffusion import arguments, fiber, library, outputs, parking
-from stages.diffusion.collate import Forms
 from stages.diffusion.fiber import Fiber
+from stages.diffusion.forms import Forms
 from stages.diffusion.loading import Painter
 from stages.diffusion.meter import Meter
 from stages.diffusion.outputs import Artifact

@@ -14,7 +14,8 @@ import torch
 
 from proto.params import Json
 from stages.diffusion import collate
-from stages.diffusion.collate import CannotSplit, Form
+from stages.diffusion.collate import CannotSplit
+from stages.diffusion.forms import Form
 from stages.diffusion.parking import Call
 from stages.diffusion.scheduler import Phase
 

@@ -9,7 +9,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from proto.params import Json
 from stages.diffusion import collate
-from stages.diffusion.collate import CannotSplit, Forms, classify
+from stages.diffusion.collate import CannotSplit
+from stages.diffusion.forms import Forms, classify
 from stages.diffusion.parking import Call, Site
 from stages.diffusion.prompt_cache import PromptCache, prompt_key
 from stages.diffusion.scheduler import Phase
