@@ -110,9 +110,10 @@ def request(family: Family, number: int, steps: int, **more: Json) -> Job:
     )
 
 
-def load(folder: Path, **spec: Json) -> DiffusionEngine:
+def load(folder: Path, pipeline_class: str | None = None, **spec: Json) -> DiffusionEngine:
     engine = DiffusionEngine()
-    stage = DiffusionStage(model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(**spec))
+    model = ModelSpec(path=str(folder), pipeline_class=pipeline_class)
+    stage = DiffusionStage(model=model, engine=DiffusionEngineSpec(**spec))
     engine.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
     return engine
 

@@ -11,8 +11,9 @@ import torch
 
 from proto.errors import ErrorCode, InvalidRequest, StartError
 from proto.ids import RequestId
-from proto.messages import Preview, Progress, Started, Tensor, Text
+from proto.messages import Images, Preview, Progress, Started, Tensor, Text
 from proto.numpy_tensors import from_wire
+from proto.numpy_tensors import to_wire as numpy_to_wire
 from proto.params import DiffusionParams, Json
 from proto.torch_tensors import to_wire
 from stages.diffusion import library
@@ -253,6 +254,31 @@ def test_without_step_batching_requests_run_one_after_the_other(engines: Load) -
     starts = [at for at, event in enumerate(events) if isinstance(event, Emit) and isinstance(event.part, Started)]
     finishes = [at for at, event in enumerate(events) if isinstance(event, Finished)]
     assert starts[1:] == [at + 1 for at in finishes[:-1]]
+
+
+def test_pipeline_that_changes_its_modules_while_it_runs_has_them_to_itself(engines: Load) -> None:
+    engine = engines(pipeline_class="StableDiffusionPAGPipeline")
+    usual, guided = job("a", extra={"pag_scale": 0.0}), job("b", seed=8, extra={"pag_scale": 3.0})
+    expected = [alone(engine, usual), alone(engine, guided)]
+    ended = ends(drive(engine, {0: guided, 1: usual}))
+    assert torch.equal(latents_of(ended["a"]), latents_of(expected[0]))
+    assert torch.equal(latents_of(ended["b"]), latents_of(expected[1]))
+
+
+def test_pictures_to_start_from_are_each_requests_own(engines: Load) -> None:
+    engine = engines(pipeline_class="StableDiffusionImg2ImgPipeline")
+    jobs = []
+    for number in range(3):
+        picture = np.random.default_rng(number).integers(0, 256, (1, 32, 32, 3), dtype=np.uint8)
+        params = DiffusionParams(num_inference_steps=6, strength=0.5, seed=number)
+        inputs = {"prompt": Text(text="a red fox"), "image": Images(tensor=0)}
+        tensors = [numpy_to_wire(picture)]
+        jobs.append(Job(RequestId(f"r{number}"), inputs, params, emit=("image", "latents"), tensors=tensors))
+    expected = [alone(engine, one) for one in jobs]
+    made = forwards(engine)
+    ended = ends(drive(engine, {number / 10: one for number, one in enumerate(jobs)}))
+    assert all(close(ended[one.request], end) for one, end in zip(jobs, expected, strict=True))
+    assert forwards(engine) - made == 3
 
 
 def test_rows_and_requests_stay_within_the_deploys_limits(engines: Load) -> None:
