@@ -57,8 +57,10 @@ def child_environment(
     }
     cuda = _CUDA.match(device)
     if cuda is not None:
-        visible = [one for one in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        index = int(cuda[1])
-        env["CUDA_VISIBLE_DEVICES"] = visible[index] if index < len(visible) else cuda[1]
-        device = "cuda:0"
+        shown = env.get("CUDA_VISIBLE_DEVICES")
+        visible = [cuda[1]] if shown is None else [one for one in shown.split(",") if one]
+        index = 0 if shown is None else int(cuda[1])
+        if index < len(visible):  # else the child says itself that there is no such device
+            env["CUDA_VISIBLE_DEVICES"] = visible[index]
+            device = "cuda:0"
     return env | dict(stage.env), device

@@ -1,6 +1,8 @@
 """`omni-master explain`: every resolved value of a deploy, and where it came from."""
 
 import json
+import re
+from typing import Final
 
 import yaml
 from rich.console import Console
@@ -14,6 +16,8 @@ from launch.origins import Layer
 from launch.yaml_tree import parse, plain
 from proto.errors import DeployError
 from proto.params import Json
+
+_PAIR: Final = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
 
 
 def explain(resolved: Resolved) -> list[tuple[str, str, str]]:
@@ -55,4 +59,10 @@ def _yaml(value: Json) -> str:
         same = "\n" not in text and plain(parse(text, "", [])) == value
     except DeployError:
         same = False
-    return text if same else json.dumps(value, ensure_ascii=True)
+    return text if same else _PAIR.sub(_whole, json.dumps(value, ensure_ascii=True))
+
+
+def _whole(pair: re.Match[str]) -> str:
+    """JSON writes a character beyond 16 bits as two halves, YAML as one number."""
+    character: str = json.loads('"' + pair[0] + '"')
+    return f"\\U{ord(character):08x}"

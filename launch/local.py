@@ -22,14 +22,18 @@ from launch.environment import child_environment
 from omni.events import ChildExited
 from proto.deploy import Deploy
 from proto.ids import StageName
+from stages.worker import EXIT_NOT_LOADED
 
 log = logging.getLogger("omni.launch")
 
-UP_AFTER_S: Final = 20.0
+UP_AFTER_S = 20.0
 """A process that lived so long was in service, and is started again when it dies."""
 
 RESTART_DELAYS_S: Final = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Before the first, second, ... restart of one replica. After that it stays down."""
+
+FORGIVEN_AFTER_S: Final = 600.0
+"""A restarted process that lived so long counts as never restarted."""
 
 
 @dataclass(slots=True)
@@ -44,10 +48,12 @@ class _Child:
 class LocalLauncher:
     """Implements `omni.launcher.Launcher`. Safe to call from any thread."""
 
-    def __init__(self, stage_options: Sequence[str] = ()) -> None:
-        """`stage_options` go to every `omni-stage` that is started: "--quiet", "--verbose"."""
+    def __init__(self, stage_options: Sequence[str] = ("--quiet",)) -> None:
+        """`stage_options` go to every `omni-stage` that is started. By default they log warnings only: what they do is
+        told to the master."""
         self._stage_options = tuple(stage_options)
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # a second `stop` waits for the first
         self._children: dict[int, _Child] = {}
         self._watchers: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -101,14 +107,20 @@ class LocalLauncher:
         if self._stopping.is_set():
             return
         lived = time.monotonic() - child.started_at
-        restart = lived >= UP_AFTER_S and child.restarts < len(RESTART_DELAYS_S)
-        log.warning("stage %s/%s: process %d ended with %d", child.stage, child.replica, child.process.pid, code)
+        restarts = 0 if lived >= FORGIVEN_AFTER_S else child.restarts
+        restart = _is_worth_a_restart(code, lived, restarts)
+        level = logging.WARNING if code else logging.INFO
+        log.log(level, "stage %s/%s: process %d ended with %d", child.stage, child.replica, child.process.pid, code)
         self._on_exit(ChildExited(child.stage, child.replica, child.process.pid, code, restart))
-        if restart and not self._stopping.wait(RESTART_DELAYS_S[child.restarts]):
-            self._spawn(child.stage, child.replica, child.restarts + 1)
+        if restart and not self._stopping.wait(RESTART_DELAYS_S[restarts]):
+            self._spawn(child.stage, child.replica, restarts + 1)
 
     def stop(self, timeout_s: float) -> None:
         self._stopping.set()
+        with self._ending:
+            self._end_all(timeout_s)
+
+    def _end_all(self, timeout_s: float) -> None:
         with self._lock:
             children = list(self._children.values())
         deadline = time.monotonic() + timeout_s
@@ -129,6 +141,13 @@ class LocalLauncher:
             if fd >= 0:
                 os.close(fd)
         self._alive_read, self._alive_write = -1, -1
+
+
+def _is_worth_a_restart(code: int, lived_s: float, restarts: int) -> bool:
+    """Not one that was told to leave, nor one that never came up: that is a failed start, and its reason is known."""
+    if code == 0 or (restarts == 0 and (code == EXIT_NOT_LOADED or lived_s < UP_AFTER_S)):
+        return False
+    return restarts < len(RESTART_DELAYS_S)
 
 
 def _signal(children: Sequence[_Child], number: signal.Signals) -> None:

@@ -1,6 +1,7 @@
-"""`omni-master`: run a pipeline, explain a deploy, ask a running one how it is."""
+"""Run a pipeline of models, explain a deploy, ask a running pipeline how it is."""
 
 import asyncio
+import http.client
 import signal
 import sys
 import urllib.error
@@ -38,12 +39,18 @@ app = typer.Typer(
 DeployArgument = Annotated[
     str,
     typer.Argument(
-        metavar="DEPLOY|MODEL", help="A deploy YAML, a checkpoint folder, a GGUF file, or a packaged deploy: demo."
+        metavar="DEPLOY",
+        show_default=False,
+        help="A deploy YAML, a model (checkpoint folder or GGUF file), or a packaged deploy: demo.",
     ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one value: stages.painter.replicas=2. May be repeated."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override one value of the deploy: stages.painter.replicas=2. May be repeated.",
+    ),
 ]
 
 
@@ -52,10 +59,12 @@ def launch(
     deploy: DeployArgument,
     overrides: SetOption = None,
     prompt: Annotated[
-        str | None, typer.Option(help="Run this one prompt, show the result, and exit, instead of serving.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Run this one prompt, show the result, and exit, instead of serving."),
     ] = None,
     save: Annotated[
-        Path | None, typer.Option(help="With --prompt: where to save. out.png gives out.png, out.txt, ... by kind.")
+        Path | None,
+        typer.Option(metavar="FILE", help="With --prompt: where to save. out.png gives out.png, out.txt, ... by kind."),
     ] = None,
     param: Annotated[
         list[str] | None,
@@ -65,23 +74,31 @@ def launch(
 ) -> None:
     """Start a pipeline: the master, its local stages, and the API. Waits for stages that other hosts start.
 
-    [bold]omni-master launch demo --prompt "a red star" --save out.png[/bold] runs the packaged demo once.
-    [bold]omni-master launch deploy.yaml[/bold] serves until Ctrl-C. [bold]omni-master launch FOLDER[/bold] serves one model.
+    Run the packaged demo once:
+    [bold]omni-master launch demo --prompt "a red star" --save out.png[/bold]
+
+    Serve a deploy, or a single model, until Ctrl-C:
+    [bold]omni-master launch deploy.yaml[/bold]
+    [bold]omni-master launch models/SmolLM2-135M-Instruct[/bold]
+
+    Results go to stdout, progress and logs to stderr.
+    Exit status: 0 done, 1 failed, 2 refused, 130 ended by Ctrl-C, 143 by SIGTERM.
     """
-    set_up_logs("master", verbose, quiet=prompt is not None)
+    console, progress = Console(), Console(stderr=True)
+    set_up_logs("master", verbose, quiet=prompt is not None, console=progress)
     if prompt is None and (save is not None or param):
-        raise typer.BadParameter("--save and --param need --prompt", param_hint="--prompt")
-    console = Console()
+        raise typer.BadParameter(
+            "has no effect without --prompt", param_hint="--save" if save is not None else "--param"
+        )
     try:
         resolved = load_deploy(deploy, overrides or ())
         params = _params(param or [])
+        launcher = LocalLauncher(["--verbose" if verbose else "--quiet"])  # the master tells what they do
         if prompt is None:
-            launcher = LocalLauncher(["--verbose"] if verbose else [])
-            work = serve_until_cancelled(AsyncOmni(resolved.deploy, launcher=launcher), console)
+            work = serve_until_cancelled(AsyncOmni(resolved.deploy, launcher=launcher), console, progress)
         else:
-            launcher = LocalLauncher(["--verbose" if verbose else "--quiet"])
             omni = AsyncOmni(_private(resolved.deploy), launcher=launcher)
-            work = run_prompt(omni, prompt, params, save, console)
+            work = run_prompt(omni, prompt, params, save, console, progress)
         _exit(_run(work))
     except (DeployError, InvalidRequest) as error:
         _fail(error, EXIT_USAGE)
@@ -100,16 +117,21 @@ def explain(deploy: DeployArgument, overrides: SetOption = None) -> None:
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="Where the pipeline's API listens.")] = "http://127.0.0.1:8091",
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="Where the pipeline's API listens, as launch prints it.")
+    ] = "http://127.0.0.1:8091",
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
 ) -> None:
-    """Show a running pipeline: its stages, replicas and requests. Exit status 0 if it is ready, 1 if it is not, 2 if it cannot be reached."""
+    """Show a running pipeline: its stages, replicas and requests.
+
+    Exit status: 0 if it is ready, 1 if it is not, 2 if it cannot be reached.
+    """
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/status", timeout=10) as answer:
-            body = answer.read()
-        found = msgspec.json.decode(body, type=PipelineStatus)
-    except (urllib.error.URLError, ValueError, TimeoutError, msgspec.DecodeError) as error:
-        print(f"error: no pipeline answers at {url}: {error}", file=sys.stderr)  # noqa: T201
+        body, found = _ask_status(url)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        text = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
+        print(f"error: no pipeline answers at {url}: {text}", file=sys.stderr)  # noqa: T201
         raise typer.Exit(EXIT_USAGE) from None
     console = Console()
     if as_json:
@@ -117,6 +139,18 @@ def status(
     else:
         show_status(found, console)
     raise typer.Exit(0 if found.ready else EXIT_FAILED)
+
+
+def _ask_status(url: str) -> tuple[bytes, PipelineStatus]:
+    """As JSON, and read. Raises `OSError`, `HTTPException` or `ValueError` when there is none to be had."""
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("a URL is http://HOST:PORT")
+    with urllib.request.urlopen(f"{url.rstrip('/')}/status", timeout=10) as answer:
+        body: bytes = answer.read()
+    try:
+        return body, msgspec.json.decode(body, type=PipelineStatus)
+    except msgspec.DecodeError:
+        raise ValueError("what listens there is no pipeline, or one of another version") from None
 
 
 def _params(texts: list[str]) -> dict[str, Json]:

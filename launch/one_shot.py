@@ -1,28 +1,46 @@
 """`omni-master launch DEPLOY --prompt TEXT`: start, run one prompt, save, say where the time went, end."""
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from launch.joining import say_who_may_join
 from launch.render import show_outputs, show_timings
 from launch.saving import save_outputs
 from launch.waiting import Waiting
 from omni.async_omni import AsyncOmni, closing
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
+from omni.request import GenerateRequest
 from proto.errors import OmniError
 from proto.params import Json
 
 
 async def run_prompt(
-    omni: AsyncOmni, prompt: str, params: Mapping[str, Json], save: Path | None, console: Console
+    omni: AsyncOmni,
+    prompt: str,
+    params: Mapping[str, Json],
+    save: Path | None,
+    console: Console,
+    progress: Console,
 ) -> None:
-    """Raises the `OmniError` of a start or a request that failed."""
-    with Waiting(console) as waiting:
-        await omni.start(waiting.show)
+    """The result goes to `console`, what happens meanwhile to `progress`.
+
+    Raises `InvalidRequest` before anything is started if the prompt or its parameters can be seen to be wrong, and the
+    `OmniError` of a start or a request that failed.
+    """
+    engine = omni.engine
+    engine.planner.plan(GenerateRequest(prompt=prompt, params=engine.planner.spread(params)), {})
+    began = time.monotonic()
     try:
-        result = await _run(omni, prompt, params, console)
+        await omni.start(wait=False)
+        say_who_may_join(omni, progress, only_missing=True)
+        with Waiting(progress, lambda: engine.readiness.waiting) as waiting:
+            await engine.wait_ready(waiting.show)
+        progress.out(f"ready after {time.monotonic() - began:.1f} s", highlight=False)
+        result = await _run(omni, prompt, params, progress)
     finally:
         await omni.stop()
     show_outputs(result, console)

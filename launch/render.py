@@ -1,21 +1,35 @@
 """What the commands show: tables on a terminal, plain lines when piped. No decisions and no I/O but the console's."""
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from omni.outputs import ImageOutput, RequestOutput, StageDone, TextOutput
+from omni.outputs import (
+    AudioOutput,
+    ImageOutput,
+    Output,
+    RequestOutput,
+    StageDone,
+    TensorOutput,
+    TextOutput,
+    TokensOutput,
+    VideoOutput,
+)
 from omni.status import PipelineStatus, ReplicaStatus, StageStatus
 
 
 def rows(console: Console, title: str, columns: list[str], lines: list[list[str]]) -> None:
-    """One table, or tab-free aligned lines that `grep` and `awk` can use."""
+    """One table; piped, or on a terminal too narrow for it, aligned lines that lose nothing and that `grep` can use."""
     if console.is_terminal:
-        table = Table(*columns, title=title, title_justify="left")
+        table = Table(*columns, box=SIMPLE_HEAD)
         for line in lines:
-            table.add_row(*(Text(cell) for cell in line))
-        console.print(table)
-        return
+            table.add_row(*(Text(cell, no_wrap=True) for cell in line))
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            console.print(Text(title, style="bold"), soft_wrap=True)
+            console.print(table)
+            return
     console.out(title, highlight=False)
     widths = [max(len(row[i]) for row in [columns, *lines]) for i in range(len(columns))]
     for row in [columns, *lines]:
@@ -29,22 +43,13 @@ def show_status(status: PipelineStatus, console: Console) -> None:
         f"{status.name}: {'ready' if status.ready else 'not ready'}, up {status.uptime_s:.0f} s, "
         f"requests: {status.running} running, {status.queued} queued, {status.done} done, {failed} failed"
     )
-    columns = [
-        "stage",
-        "replica",
-        "state",
-        "host",
-        "pid",
-        "device",
-        "in flight",
-        "queued",
-        "running",
-        "steps",
-        "step ms",
-        "RSS MiB",
-    ]
+    columns = ["replica", "state", "host", "pid", "device", "in flight", "queued", "steps", "step ms", "MiB"]
     lines = [line for stage in status.stages for line in _stage_lines(stage)]
     rows(console, title, columns, lines)
+    for stage in status.stages:
+        for replica in stage.replicas:
+            if replica.note and replica.state != "ready":
+                console.out(f"{stage.stage}/{replica.replica} {replica.state}: {replica.note}", highlight=False)
     for edge in status.edges:
         console.out(
             f"edge {edge.source} -> {edge.target}: {edge.payloads} payloads, {edge.bytes} bytes", highlight=False
@@ -54,15 +59,15 @@ def show_status(status: PipelineStatus, console: Console) -> None:
 def _stage_lines(stage: StageStatus) -> list[list[str]]:
     lines = [_replica_line(stage, replica) for replica in stage.replicas]
     for _ in range(len(stage.replicas), stage.wanted):
-        lines.append([stage.stage, "-", "missing", *[""] * 9])
+        lines.append([f"{stage.stage}/-", "missing", *[""] * 8])
     return lines
 
 
 def _replica_line(stage: StageStatus, r: ReplicaStatus) -> list[str]:
     device = stage.info.device if stage.info is not None and r.state != "loading" else ",".join(r.devices)
     return [
-        *(stage.stage, str(r.replica), r.state, r.host, str(r.pid), device, str(r.in_flight), str(r.queued)),
-        *(str(r.running), str(r.steps), f"{r.step_s * 1000:.1f}", f"{r.rss_bytes / 2**20:.0f}"),
+        *(f"{stage.stage}/{r.replica}", r.state, r.host, str(r.pid), device, str(r.in_flight), str(r.queued)),
+        *(str(r.steps), f"{r.step_s * 1000:.1f}", f"{r.rss_bytes / 2**20:.0f}"),
     ]
 
 
@@ -70,7 +75,7 @@ def show_timings(result: RequestOutput, console: Console) -> None:
     """Where the time of one request went, per stage."""
     lines = [_timing_line(done) for done in result.stages.values()]
     stages_s = sum(d.timings.queue_s + d.timings.pull_s + d.timings.run_s for d in result.stages.values())
-    lines.append(["between", "", "", "", f"{max(0.0, result.total_s - stages_s):.3f}", ""])
+    lines.append(["between stages", "", "", "", f"{max(0.0, result.total_s - stages_s):.3f}", ""])
     lines.append(["total", "", "", "", f"{result.total_s:.3f}", ""])
     rows(console, "where the time went (seconds)", ["stage", "queue", "pull", "run", "sum", "of which"], lines)
 
@@ -95,9 +100,28 @@ def show_outputs(result: RequestOutput, console: Console) -> None:
     for stage, output in result.outputs.items():
         if isinstance(output, TextOutput):
             console.print(Text(f"{stage}: ", style="bold").append(output.text, style="not bold"), soft_wrap=True)
-        elif isinstance(output, ImageOutput):
-            n, height, width = output.array.shape[:3]
-            seeds = ", ".join(map(str, output.seeds))
-            console.out(f"{stage}: {n} image{'s' if n > 1 else ''} of {width}x{height}, seed {seeds}", highlight=False)
         else:
-            console.out(f"{stage}: {type(output).__name__}", highlight=False)
+            console.out(f"{stage}: {_described(output)}", highlight=False)
+
+
+def _described(output: Output) -> str:
+    """What it is, in a few words: for what a terminal cannot show."""
+    if isinstance(output, ImageOutput):
+        n, height, width = output.array.shape[:3]
+        seeds = ", ".join(map(str, output.seeds))
+        return f"{_count(n, 'image')} of {width}x{height}, {'seeds' if n > 1 else 'seed'} {seeds}"
+    if isinstance(output, VideoOutput):
+        n, frames, height, width = output.array.shape[:4]
+        return f"{_count(n, 'video')} of {frames} frames, {width}x{height}"
+    if isinstance(output, AudioOutput):
+        seconds = output.array.shape[-1] / output.sample_rate
+        return f"{_count(len(output.array), 'sound')} of {seconds:.1f} s at {output.sample_rate} Hz"
+    if isinstance(output, TensorOutput):
+        return f"{output.array.dtype} tensor of {output.array.shape}"
+    if isinstance(output, TokensOutput):
+        return _count(len(output.ids), "token")
+    return output.text
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -1,17 +1,22 @@
-"""Shows what a starting pipeline waits for: one changing line a terminal, or each new line once when piped."""
+"""Shows what a starting pipeline waits for: changing lines on a terminal, or each new line once when piped."""
 
 import re
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 _PERCENT: Final = re.compile(r" \(\d+%\)")
 
 
 class Waiting:
-    def __init__(self, console: Console) -> None:
+    """`lines` gives everything that is waited for now: "waiting for stage painter (1 of 2 replicas) [painter/0: ...]"."""
+
+    def __init__(self, console: Console, lines: Callable[[], Sequence[str]]) -> None:
         self._console = console
+        self._lines = lines
         self._status = Status("starting", console=console) if console.is_terminal else None
         self._last: dict[str, str] = {}
 
@@ -25,9 +30,10 @@ class Waiting:
             self._status.stop()
 
     def show(self, line: str) -> None:
-        """`line` as `AsyncOmni.start` gives it: "waiting for stage painter (1 of 2 replicas) [painter/0: ...]"."""
+        """`line` is new, or one of several that are."""
         if self._status is not None:
-            self._status.update(line)
+            # Text: a note in brackets is no markup
+            self._status.update(Text("\n".join(self._lines() or [line])))
             return
         stage = line.partition(" (")[0]
         without_percent = _PERCENT.sub("", line)

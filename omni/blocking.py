@@ -14,7 +14,7 @@ from omni.launcher import Launcher
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
-from proto.errors import OmniError
+from proto.errors import OmniError, ShuttingDown
 from proto.params import Json
 
 if TYPE_CHECKING:
@@ -55,12 +55,22 @@ class Omni:
             raise
 
     def _wait(self, work: Coroutine[None, None, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        """Run `work` in the loop and wait. An interrupt (Ctrl-C) cancels it, and is raised when it has ended."""
+        ended = threading.Event()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(lambda _: ended.set())
+
+        self._loop.call_soon_threadsafe(start)
         try:
-            return future.result()
+            ended.wait()
         except BaseException:
-            future.cancel()
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            ended.wait()
             raise
+        return tasks[0].result()
 
     @overload
     def generate(self, prompt: str, **params: Json) -> RequestOutput: ...
@@ -80,10 +90,11 @@ class Omni:
         A bar shows the steps while they run. Raises the `OmniError` of the first request that failed, after the others
         have ended. Parameters are those of `AsyncOmni.stream`.
         """
+        omni = self._open()
         prompts = [prompt] if isinstance(prompt, str) else prompt
         with _Bars(len(prompts), self._progress) as bars:
             streams = [
-                self._run(self._omni, bars.show, one, images=images, outputs=outputs, stages=stages, **params)
+                self._run(omni, bars.show, one, images=images, outputs=outputs, stages=stages, **params)
                 for one in prompts
             ]
             results = self._wait(_gather(streams))
@@ -106,7 +117,7 @@ class Omni:
 
     def stream(self, prompt: str, **keywords: Json) -> Iterator[RequestEvent]:
         """Run one prompt and iterate over its events. Leaving the iteration aborts the request."""
-        events = self._omni.stream(prompt, **keywords)
+        events = self._open().stream(prompt, **keywords)
         try:
             while True:
                 event = self._wait(_next(events))
@@ -117,7 +128,12 @@ class Omni:
             self._wait(events.aclose())
 
     def status(self) -> PipelineStatus:
-        return self._wait(self._omni.status())
+        return self._wait(self._open().status())
+
+    def _open(self) -> AsyncOmni:
+        if not self._thread.is_alive():
+            raise ShuttingDown("this Omni is closed; make another one")
+        return self._omni
 
     def close(self) -> None:
         """End every stage. Safe to call twice."""
@@ -150,12 +166,15 @@ async def _gather(
 
 
 class _Bars:
-    """A rich progress display: one bar for the requests and one for the steps of whatever stage reports them."""
+    """A rich progress display: one bar for the requests and one for the steps of whatever stage reports them. On stderr,
+    and only if that is a terminal."""
 
     def __init__(self, total: int, enabled: bool) -> None:
+        from rich.console import Console
         from rich.progress import Progress
 
-        self._bars = Progress(disable=not enabled, transient=True)
+        console = Console(stderr=True)
+        self._bars = Progress(console=console, disable=not enabled or not console.is_terminal, transient=True)
         self._requests = self._bars.add_task("requests", total=total)
         self._steps = self._bars.add_task("steps", total=None)
 

@@ -27,6 +27,13 @@ class Calls:
 
     def ask(self, asked: CallAsked, replicas: Sequence[Replica], now: float) -> list[Action]:
         """Send the call to `replicas`, those of `asked.replicas` that are ready."""
+        try:
+            actions: list[Action] = [
+                SendControl(r.control, Call(epoch=r.epoch, call=asked.call, method=asked.method, args=dict(asked.args)))
+                for r in replicas
+            ]
+        except ValueError as error:  # arguments that are not plain data
+            return [CallDone(asked.call, {}, {-1: str(error)})]
         pending = Pending(now + asked.timeout_s, {r.index: r.epoch for r in replicas})
         for index in asked.replicas or ():
             if index not in pending.waiting:
@@ -34,10 +41,6 @@ class Calls:
         if not pending.waiting and not pending.errors:
             pending.errors[-1] = f"stage {asked.stage} has no ready replica"
         self._pending[asked.call] = pending
-        actions: list[Action] = [
-            SendControl(r.control, Call(epoch=r.epoch, call=asked.call, method=asked.method, args=dict(asked.args)))
-            for r in replicas
-        ]
         return actions + self._finish_if_done(asked.call)
 
     def reply(self, replica: Replica, message: CallReply) -> list[Action]:

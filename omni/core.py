@@ -102,7 +102,7 @@ class MasterCore:
         if isinstance(event, ChildExited):
             return self._child_exited(event, now)
         if isinstance(event, CallAsked):
-            ready = self.members.ready(event.stage)
+            ready = self.members.ready(event.stage) if event.stage in self.deploy.stages else []
             asked = [r for r in ready if event.replicas is None or r.index in event.replicas]
             return self.calls.ask(event, asked, now)
         return self._stop(event, now)
@@ -156,6 +156,8 @@ class MasterCore:
         if isinstance(message, Chunk | Published | Result | Failed):
             return self.orchestrator.arrived(replica, Arrival(message, event.tensors), now)
         if isinstance(message, Pull):
+            if not self.orchestrator.runs(replica, message.request):
+                return self.leases.refuse(replica, message.pull, "the request does not run on this replica")
             return self.leases.pull(replica, message)
         if isinstance(message, Piece):
             return self.leases.piece(replica, message, event.tensors)

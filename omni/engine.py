@@ -21,7 +21,6 @@ from omni.events import (
     ChildExited,
     Errored,
     MembershipChanged,
-    StopAsked,
     Submitted,
     Tell,
 )
@@ -85,9 +84,7 @@ class AsyncOmniEngine:
         if self._pump is None or self._stopping:
             return
         self._stopping = True
-        self._shell.post(StopAsked(STOP_REASON))
-        await asyncio.wrap_future(self._shell.ask(lambda core, now: None))
-        await asyncio.to_thread(self._shell.stop)
+        await asyncio.to_thread(self._shell.stop, STOP_REASON)
         self._pump.cancel()
         for stream in list(self._streams.values()):
             if not stream.over:

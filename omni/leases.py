@@ -7,7 +7,7 @@ Invariant: a stage can pull only what was granted to a task that runs on it, and
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import msgspec
 from omni.events import Action, SendData
 from omni.membership import Membership, Replica
 from omni.plan import TaskKey, split_wire_id
+from proto.errors import ProtocolError
 from proto.ids import Epoch, LeaseId, PullId, RequestId
 from proto.messages import Ack, Nack, Payload, Piece, Pull, PullRefused, Release
 from proto.tensors import WireTensor
@@ -35,9 +36,11 @@ class EdgeName(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
+    """`consumers` are the tasks that have not acknowledged yet, with the edges by which each of them takes it."""
+
     payload: Payload
     request: RequestId
-    consumers: dict[TaskKey, EdgeName]
+    consumers: dict[TaskKey, list[EdgeName]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +69,32 @@ class Leases:
 
     # --- life of a lease ----------------------------------------------------------------------------------------------
 
-    def grant(self, request: RequestId, payload: Payload, consumers: dict[TaskKey, EdgeName]) -> None:
+    def check(self, source: Replica, payload: Payload) -> None:
+        """Raise `ProtocolError` unless `source` may publish this: a new lease of its own."""
+        if not _holds(source, payload):
+            whose = f"{payload.source}/{payload.replica}, epoch {payload.epoch}"
+            raise ProtocolError(f"stage {source.label} published a payload that is not its own but of {whose}")
+        if LeaseKey(payload.epoch, payload.lease) in self._leases:
+            raise ProtocolError(f"stage {source.label} published lease {payload.lease} twice")
+
+    def grant(self, request: RequestId, payload: Payload, consumers: Iterable[tuple[TaskKey, EdgeName]]) -> None:
+        """Let the tasks pull it. It passed `check`, and `consumers` are not none."""
         key = LeaseKey(payload.epoch, payload.lease)
-        self._leases[key] = Lease(payload, request, consumers)
+        lease = self._leases[key] = Lease(payload, request, {})
+        for task, edge in consumers:
+            lease.consumers.setdefault(task, []).append(edge)
         self._of_request.setdefault(request, set()).add(key)
 
     def waits(self, payload: Payload, task: TaskKey) -> bool:
         """Whether the payload can still be pulled by `task`."""
         lease = self._leases.get(LeaseKey(payload.epoch, payload.lease))
         return lease is not None and task in lease.consumers
+
+    def unwanted(self, source: Replica, payload: Payload) -> list[Action]:
+        """Nobody waits for what `source` published; unless this is a second notice of a payload that is still wanted."""
+        if not _holds(source, payload) or LeaseKey(payload.epoch, payload.lease) in self._leases:
+            return []
+        return self.release(payload)
 
     def release(self, payload: Payload) -> list[Action]:
         """Tell the source that nobody will pull this (any more)."""
@@ -110,10 +130,13 @@ class Leases:
         key = LeaseKey(message.source_epoch, message.lease)
         lease = self._leases.get(key)
         if lease is None or lease.request != request or task not in lease.consumers:
-            return self._refuse(consumer, message.pull, "the master knows no such payload for this request")
+            return self.refuse(consumer, message.pull, "the master knows no such payload for this request")
+        known = self._pulls.get(message.pull)
+        if known is not None and (known.consumer is not consumer or known.lease != key):
+            return self.refuse(consumer, message.pull, "another pull has this number")
         source = self.members.find(lease.payload.source, lease.payload.replica, key.epoch)
         if source is None or source.data is None:
-            return self._refuse(consumer, message.pull, f"its source, stage {lease.payload.source}, has left")
+            return self.refuse(consumer, message.pull, f"its source, stage {lease.payload.source}, has left")
         self._pulls[message.pull] = Pulling(key, source, consumer, task)
         return [SendData(source.data, msgspec.structs.replace(message, epoch=source.epoch))]
 
@@ -130,7 +153,7 @@ class Leases:
         if pulling is None or pulling.source is not source:
             return []
         del self._pulls[message.pull]
-        return self._refuse(pulling.consumer, message.pull, message.reason)
+        return self.refuse(pulling.consumer, message.pull, message.reason)
 
     def ack(self, consumer: Replica, message: Ack) -> list[Action]:
         pulling = self._pulls.get(message.pull)
@@ -138,10 +161,13 @@ class Leases:
             return []
         del self._pulls[message.pull]
         lease = self._leases[pulling.lease]
-        edge = lease.consumers.pop(pulling.task, None)
-        if edge is not None:
+        edges = lease.consumers.get(pulling.task)
+        if edges is not None:
+            edge = edges.pop(0)
             self.edge_bytes[edge] += lease.payload.nbytes
             self.edge_payloads[edge] += 1
+            if not edges:
+                del lease.consumers[pulling.task]
         return self.release(lease.payload) if not lease.consumers else []
 
     def nack(self, consumer: Replica, message: Nack) -> list[Action]:
@@ -157,14 +183,18 @@ class Leases:
         for pull, pulling in list(self._pulls.items()):
             if pulling.source is replica:
                 del self._pulls[pull]
-                actions += self._refuse(pulling.consumer, pull, f"its source, stage {replica.label}, has left")
+                actions += self.refuse(pulling.consumer, pull, f"its source, stage {replica.label}, has left")
             elif pulling.consumer is replica:
                 del self._pulls[pull]
         for key in [key for key in self._leases if key.epoch == replica.epoch]:
             self._forget(key)
         return actions
 
-    def _refuse(self, consumer: Replica, pull: PullId, reason: str) -> list[Action]:
+    def refuse(self, consumer: Replica, pull: PullId, reason: str) -> list[Action]:
         if consumer.data is None:
             return []
         return [SendData(consumer.data, PullRefused(epoch=consumer.epoch, pull=pull, reason=reason))]
+
+
+def _holds(source: Replica, payload: Payload) -> bool:
+    return (payload.source, payload.replica, payload.epoch) == (source.stage, source.index, source.epoch)

@@ -154,7 +154,7 @@ class Membership:
         if known is not None and known.nonce == hello.nonce:
             known.last_seen = now
             return [SendControl(peer, self._welcome(known))]
-        refusal = self._refusal(hello)
+        refusal = self._refusal(peer, hello)
         if refusal is not None:
             self.refused += 1
             return [SendControl(peer, refusal)]
@@ -183,7 +183,10 @@ class Membership:
         line = f"stage {replica.label} connected from {hello.host} (pid {hello.pid})"
         return [SendControl(peer, self._welcome(replica)), MembershipChanged(line)]
 
-    def _refusal(self, hello: Hello) -> Refuse | None:
+    def _refusal(self, peer: Peer, hello: Hello) -> Refuse | None:
+        known = self._by_control.get(peer)
+        if known is not None:
+            return Refuse(code="slot", reason=f"this connection holds the slot {known.label} already; use one for each")
         if hello.protocol != PROTOCOL:
             return Refuse(
                 code="protocol",
@@ -225,9 +228,9 @@ class Membership:
         )
 
     def attach(self, peer: Peer, attach: Attach, now: float) -> list[Action]:
-        """Tie a data connection to the replica that holds its session. A wrong session gets no answer."""
+        """Tie a data connection to the replica that holds its session, and to no second one. A wrong session gets no answer."""
         replica = self._by_session.get(attach.session)
-        if replica is None or replica.epoch != attach.epoch:
+        if replica is None or replica.epoch != attach.epoch or self._by_data.get(peer, replica) is not replica:
             self.refused += 1
             return []
         if replica.data is not None:
@@ -313,8 +316,8 @@ class Membership:
             return min(
                 replica.last_progress + times.load_stall, replica.last_seen + max(times.dead_after, LOADING_SILENCE_S)
             )
-        if replica.state is ReplicaState.SUSPECT:
-            return replica.last_seen + times.dead_after
+        if replica.state in (ReplicaState.SUSPECT, ReplicaState.DRAINING):
+            return replica.last_seen + times.dead_after  # one that drains gets no new work anyway
         return replica.last_seen + min(times.suspect_after, times.dead_after)
 
     def tick(self, now: float) -> tuple[list[Action], list[ReplicaLeft]]:
@@ -328,7 +331,7 @@ class Membership:
             if replica.state is ReplicaState.LOADING:
                 stalled = now - replica.last_progress
                 left.append(self.drop(replica, f"load stalled: no progress for {stalled:.0f} s after: {replica.note}"))
-            elif silent >= self.deploy.master.dead_after:
+            elif now >= replica.last_seen + self.deploy.master.dead_after:
                 left.append(self.drop(replica, f"silent for {silent:.1f} s"))
             else:
                 replica.state = ReplicaState.SUSPECT

@@ -64,6 +64,7 @@ class Orchestrator:
         self._unanswered: dict[tuple[Epoch, RequestId], Replica] = {}  # aborted tasks whose slot is still taken
         self._sticky: OrderedDict[tuple[StageName, str], int] = OrderedDict()
         self._deadlines: list[tuple[float, RequestId]] = []
+        self._starting = False
 
     # --- callers ------------------------------------------------------------------------------------------------------
 
@@ -83,6 +84,8 @@ class Orchestrator:
         return []
 
     def _refusal(self, plan: RequestPlan) -> ErrorInfo | None:
+        if self._members.stopping:
+            return ErrorInfo(ErrorCode.SHUTTING_DOWN, "the master is shutting down")
         gone = next((stage for stage in plan.stages if not self._members.hopeful(stage)), None)
         if gone is not None:
             return _unavailable(gone)
@@ -185,20 +188,17 @@ class Orchestrator:
     def arrived(self, replica: Replica, arrival: Arrival, now: float) -> list[Action]:
         """A stage's message about one of its tasks. What is late, doubled or not its own changes nothing."""
         message = arrival.message
-        request_id, role = split_wire_id(message.request)
-        request = self.running.get(request_id)
-        task = request.tasks.get(TaskKey(replica.stage, role)) if request is not None else None
-        if request is None or task is None or task.replica is not replica or task.state is not TaskState.SENT:
+        found = self._at_work(replica, message.request)
+        if found is None:
             return self._late(replica, message)
-        try:
-            ready = task.order.push(message.seq, arrival)
-        except ProtocolError as error:
-            return self._fail(request, ErrorInfo(ErrorCode.PROTOCOL, str(error), stage=replica.stage), now)
+        request, task = found
         actions: list[Action] = []
-        for one in ready:
-            actions += self._apply(request, task, one, now)
-            if request.id not in self.running:
-                break
+        try:
+            for one in task.order.push(message.seq, arrival):
+                over = request.id not in self.running
+                actions += self._late(replica, one.message) if over else self._apply(request, task, one, now)
+        except ProtocolError as error:
+            actions += self._fail(request, ErrorInfo(ErrorCode.PROTOCOL, str(error), stage=replica.stage), now)
         return actions
 
     def _apply(self, request: Request, task: Task, arrival: Arrival, now: float) -> list[Action]:
@@ -236,7 +236,7 @@ class Orchestrator:
             actions.append(Tell(request.id, news))
         for name in plan.publish:
             # Tensors for an edge come as payloads, before; a picture in a result is the caller's copy.
-            if isinstance(message.outputs.get(name), Text | Tokens):
+            if request.id in self.running and isinstance(message.outputs.get(name), Text | Tokens):
                 actions += self._deliver(request, task, name, message.outputs[name], now)
         if request.id not in self.running:
             return actions
@@ -249,14 +249,14 @@ class Orchestrator:
         return actions
 
     def _deliver(self, request: Request, task: Task, output: str, value: Value, now: float) -> list[Action]:
-        """Hand an output to the tasks that take it."""
+        """Hand an output to the tasks that take it. Raises `ProtocolError` for a value that can't cross an edge."""
         task.seen = True
         source = Source(task.plan.key, output)
         consumers = request.consumers(source)
-        edges = {
-            key: EdgeName(f"{task.plan.key.stage}.{output}", f"{key.stage}.{name}") for key, name in consumers.items()
-        }
+        edges = [EdgeName(f"{task.plan.key.stage}.{output}", f"{key.stage}.{name}") for key, name in consumers]
         if isinstance(value, Payload):
+            assert task.replica is not None
+            self._leases.check(task.replica, value)
             if not consumers:
                 return self._leases.release(value)
             if value.nbytes > self._limits.max_payload_bytes:
@@ -265,15 +265,20 @@ class Orchestrator:
                     *self._leases.release(value),
                     *self._fail(request, ErrorInfo(ErrorCode.PAYLOAD_LOST, text, stage=source.task.stage), now),
                 ]
-            self._leases.grant(request.id, value, dict(edges))
+            self._leases.grant(request.id, value, zip((key for key, _ in consumers), edges, strict=True))
         elif isinstance(value, Text):
-            for edge in edges.values():
+            for edge in edges:
                 self._leases.edge_bytes[edge] += len(value.text.encode())
                 self._leases.edge_payloads[edge] += 1
+        elif not isinstance(value, Tokens):
+            kind = type(value).__name__
+            raise ProtocolError(
+                f"stage {source.task.stage} published {output} as {kind}; tensors go on an edge as payloads"
+            )
         actions: list[Action] = []
-        for key, name in consumers.items():
+        for key, name in consumers:
             request.tasks[key].inputs[name] = value
-        for stage in dict.fromkeys(key.stage for key in consumers):
+        for stage in dict.fromkeys(key.stage for key, _ in consumers):
             actions += self._offer(request, stage, now)
             if request.id not in self.running:
                 break
@@ -300,7 +305,7 @@ class Orchestrator:
             values = [message.value]
         elif isinstance(message, Result):
             values = list(message.outputs.values())
-        actions = [action for v in values if isinstance(v, Payload) for action in self._leases.release(v)]
+        actions = [action for v in values if isinstance(v, Payload) for action in self._leases.unwanted(replica, v)]
         if isinstance(message, Result | Failed):
             actions += self._answered(replica, message.request)
         return actions
@@ -311,6 +316,18 @@ class Orchestrator:
         replica.in_flight -= 1
         return self.dispatch(replica.stage)
 
+    def runs(self, replica: Replica, wire: RequestId) -> bool:
+        """Whether the task that a stage knows as `wire` is at work on this replica."""
+        return self._at_work(replica, wire) is not None
+
+    def _at_work(self, replica: Replica, wire: RequestId) -> tuple[Request, Task] | None:
+        request_id, role = split_wire_id(wire)
+        request = self.running.get(request_id)
+        task = request.tasks.get(TaskKey(replica.stage, role)) if request is not None else None
+        if request is None or task is None or task.replica is not replica or task.state is not TaskState.SENT:
+            return None
+        return request, task
+
     # --- replicas that leave ------------------------------------------------------------------------------------------
 
     def replica_left(self, replica: Replica, reason: str, now: float) -> list[Action]:
@@ -318,7 +335,7 @@ class Orchestrator:
         for key in [key for key in self._unanswered if key[0] == replica.epoch]:
             del self._unanswered[key]
         actions: list[Action] = []
-        for request in list(self.running.values()):
+        for request in reversed(list(self.running.values())):  # so that the oldest retry is first in its queue
             lost = [task for task in request.tasks.values() if task.replica is replica and task.state is TaskState.SENT]
             if not lost:
                 continue
@@ -398,13 +415,22 @@ class Orchestrator:
                 if self._members.find(replica.stage, replica.index, replica.epoch) is replica:
                     self._unanswered[(replica.epoch, wire)] = replica
                     actions.append(SendControl(replica.control, Abort(epoch=replica.epoch, request=wire)))
+                    for held in task.order.give_up():
+                        actions += self._late(replica, held.message)
         return actions
 
     def _start_queued(self, now: float) -> list[Action]:
+        """Fill the free places. Not re-entrant: one that fails at its start frees its place for the same loop."""
         actions: list[Action] = []
-        while self.queued and len(self.running) < self._limits.max_requests and not self._members.stopping:
-            _, request = self.queued.popitem(last=False)
-            actions += self._start(request, now)
+        if self._starting:
+            return actions
+        self._starting = True
+        try:
+            while self.queued and len(self.running) < self._limits.max_requests and not self._members.stopping:
+                _, request = self.queued.popitem(last=False)
+                actions += self._start(request, now)
+        finally:
+            self._starting = False
         return actions
 
     def check_integrity(self) -> None:

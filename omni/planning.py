@@ -25,6 +25,10 @@ from proto.tensors import WireTensor
 COMPANION_ROLE: Final = {"negative_prompt": "negative"}
 """The role of a companion, by the request field that holds its prompt. Its outputs arrive as `negative_<input>`."""
 
+MAX_VALUE_BYTES: Final = 4 << 20
+"""Of one input or of the parameters. A few of them fit into a message's header (`proto.framing`)."""
+
+_encoder: Final = msgspec.msgpack.Encoder()
 _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`)?$", re.DOTALL)
 
 
@@ -65,6 +69,8 @@ class Planner:
                 )
         plan = RequestPlan(tuple(tasks), request.affinity)
         self._check_groups(plan)
+        for task in plan.tasks:
+            _check_sendable(task)
         return plan
 
     def spread(
@@ -148,8 +154,10 @@ class Planner:
         except msgspec.ValidationError as error:
             match = _AT.match(str(error))
             field = match["field"] if match else None
+            if field is None and "extra" in given:
+                field = "extra"  # its contents are checked by the struct itself, which gives no path
             what = match["what"] if match else str(error)
-            value = f", got {given[field]!r}" if field in given else ""
+            value = f", got {given[field]!r:.200}" if field in given else ""
             raise InvalidRequest(
                 f"{field or 'params'}: {what}{value} (stage {stage})", stage=stage, field=field
             ) from None
@@ -158,6 +166,10 @@ class Planner:
         if isinstance(params, DiffusionParams) and (params.num_images or 1) > self.deploy.limits.max_images:
             text = f"num_images is {params.num_images}; limits.max_images is {self.deploy.limits.max_images}"
             raise InvalidRequest(text, stage=stage, field="num_images")
+        longest = self.deploy.limits.max_prompt_chars
+        if isinstance(params, DiffusionParams) and len(params.negative_prompt or "") > longest:
+            text = f"negative_prompt has {len(params.negative_prompt or '')} characters; limits.max_prompt_chars is {longest}"
+            raise InvalidRequest(text, stage=stage, field="negative_prompt")
         return params
 
     def _check_against_info(self, stage: StageName, params: Params, given: Mapping[str, Json], info: StageInfo) -> None:
@@ -202,9 +214,11 @@ class Planner:
             for edge in self.graph.into(stage):
                 if edge.companion is not None:
                     own = params[stage]
-                    prompt = own.negative_prompt if isinstance(own, DiffusionParams) else None
+                    prompt = (own.negative_prompt if isinstance(own, DiffusionParams) else None) or ""
                     for source in self.graph.ancestors([edge.source]):
-                        roles[source][COMPANION_ROLE[edge.companion]] = prompt or ""
+                        if roles[source].setdefault(COMPANION_ROLE[edge.companion], prompt) != prompt:
+                            text = f"stage {source} runs one companion for all, so every stage behind it needs the same {edge.companion}"
+                            raise InvalidRequest(text, stage=stage, field=edge.companion)
         return roles
 
     def _links(self, stage: StageName, role: str) -> dict[str, Source]:
@@ -242,6 +256,10 @@ class Planner:
         """The caller's images, and the stages that take them."""
         if request.images is None:
             return None, set()
+        shape = request.images.shape
+        if request.images.dtype.name != "uint8" or len(shape) != 4 or shape[-1] != 3 or 0 in shape:
+            text = f"images must be uint8 of shape (n, height, width, 3), not {request.images.dtype} of {shape}"
+            raise InvalidRequest(text, field="image")
         takers = {
             name
             for name in stages
@@ -253,7 +271,12 @@ class Planner:
             raise InvalidRequest("no stage of this request takes an image", field="image")
         from proto.numpy_tensors import to_wire  # numpy is loaded by whoever made the array
 
-        return to_wire(request.images), takers
+        images = to_wire(request.images)
+        limit = self.deploy.limits.max_frame_bytes
+        if images.ref.nbytes > limit:
+            text = f"the images have {images.ref.nbytes} bytes; limits.max_frame_bytes is {limit}"
+            raise InvalidRequest(text, field="image")
+        return images, takers
 
     def _check_groups(self, plan: RequestPlan) -> None:
         for stage in plan.stages:
@@ -270,6 +293,20 @@ def _fields(spec: StageSpec) -> tuple[str, ...]:
 
 def _set_fields(params: Params) -> dict[str, Json]:
     return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
+
+
+def _check_sendable(task: TaskPlan) -> None:
+    """Raise `InvalidRequest` for what the wire can't carry: half of a surrogate pair, integers of more than 64 bits."""
+    for field, value in (*task.inputs.items(), ("params", task.params)):
+        try:
+            size = len(_encoder.encode(value))
+        except (ValueError, OverflowError) as error:
+            raise InvalidRequest(
+                f"{field} can't be sent to a stage: {error}", stage=task.key.stage, field=field
+            ) from None
+        if size > MAX_VALUE_BYTES:
+            text = f"{field} has {size} bytes; a stage takes at most {MAX_VALUE_BYTES}"
+            raise InvalidRequest(text, stage=task.key.stage, field=field)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

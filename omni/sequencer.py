@@ -30,3 +30,8 @@ class Sequencer(Generic[T]):
             ready.append(self._held.pop(self._next))
             self._next += 1
         return ready
+
+    def give_up(self) -> list[T]:
+        """The items that still wait for a missing one, in order. They are forgotten here."""
+        held, self._held = self._held, {}
+        return [held[seq] for seq in sorted(held)]

@@ -8,6 +8,7 @@ caller that stalls slows the stages down instead of filling memory.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -30,21 +31,24 @@ from omni.events import (
     CallDone,
     ControlReceived,
     DataReceived,
+    Errored,
     Event,
     JunkReceived,
     MembershipChanged,
     PeerGone,
     SendControl,
     SendData,
+    StopAsked,
+    Submitted,
     Tell,
     Tick,
 )
 from omni.outbox import Outbox
 from proto.deploy import Deploy
-from proto.errors import ProtocolError, QueueFull, StartError
+from proto.errors import ErrorCode, ErrorInfo, ProtocolError, QueueFull, StartError
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
 from proto.ids import StageName
-from proto.messages import Heartbeat
+from proto.messages import Call, CallReply, Failed, Heartbeat, Submit
 from proto.sockets import Port, endpoint_of, is_loopback, split_endpoint, tune
 from proto.tensors import Buffer
 
@@ -54,7 +58,13 @@ News = Tell | CallDone | MembershipChanged
 T = TypeVar("T")
 
 INBOX: Final = 4096
+INBOX_BATCH: Final = 128
+"""Events taken from the inbox in one go before the sockets get their turn."""
+
 NEWS_BATCHES: Final = 1024
+LAST_WORDS_MS: Final = 200
+"""How long the stages' Shutdown may take to leave this process."""
+
 ROUTER_PARTS: Final = 2  # identity and header
 
 
@@ -111,10 +121,10 @@ class MasterShell:
         if self._held:
             self._loop.call_soon_threadsafe(self._flush)
 
-    def stop(self) -> None:
-        """Close the sockets and end the thread. Say `StopAsked` first, so that stages and callers are told."""
+    def stop(self, reason: str) -> None:
+        """Fail what runs, tell every stage to go, close the sockets, end the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._loop.call_soon_threadsafe(self._stopped.set_result, reason)
             self._thread.join()
 
     # --- the thread ---------------------------------------------------------------------------------------------------
@@ -125,7 +135,7 @@ class MasterShell:
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._stopped = asyncio.Event()
+        self._stopped: asyncio.Future[str] = self._loop.create_future()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             try:
@@ -134,11 +144,12 @@ class MasterShell:
                 self._bound.set_exception(StartError(f"master.bind {self.deploy.master.bind}: {error}"))
                 return
             inbox = asyncio.create_task(self._read_inbox())
-            await self._stopped.wait()
+            reason = await self._stopped
             inbox.cancel()
+            self._handle(StopAsked(reason))
             await self._inbox.aclose()
         finally:
-            context.destroy(linger=0)
+            context.destroy(linger=LAST_WORDS_MS)
 
     def _bind(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         spec = self.deploy.master
@@ -179,7 +190,12 @@ class MasterShell:
     async def _read_inbox(self) -> None:
         queue = self._inbox.async_q
         while True:
-            self._handle(await queue.get())
+            self._handle(await queue.get(), rearm=False)
+            with contextlib.suppress(janus.AsyncQueueEmpty):
+                for _ in range(INBOX_BATCH):
+                    self._handle(queue.get_nowait(), rearm=False)
+            self._arm()
+            await asyncio.sleep(0)  # the sockets' turn
 
     def _on_control(self, frames: list[Buffer]) -> None:
         peer = bytes(frames[0])
@@ -203,8 +219,14 @@ class MasterShell:
         self._handle(PeerGone(peer, reason))
 
     def _handle(self, event: Event, *, rearm: bool = True) -> None:
-        for action in self._core.handle(event, time.monotonic()):
-            self._carry_out(action)
+        try:
+            for action in self._core.handle(event, time.monotonic()):
+                self._carry_out(action)
+        except Exception as error:  # one event that breaks a rule must not end the service for all others
+            log.exception("the master could not handle %s", type(event).__name__)
+            if isinstance(event, Submitted):
+                text = f"the master failed on this request: {type(error).__name__}: {error}"
+                self._carry_out(Tell(event.request, Errored(ErrorInfo(ErrorCode.INTERNAL, text))))
         if rearm:
             self._arm()
 
@@ -228,14 +250,34 @@ class MasterShell:
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, SendData):
-            frames = DATA_DOWN.encode(action.message, action.tensors)
+            try:
+                frames = DATA_DOWN.encode(action.message, action.tensors)
+            except ProtocolError as error:
+                self._undeliverable(action, error)
+                return
             self._data.send(action.peer, frames)
         elif isinstance(action, SendControl):
-            self._control.send(action.peer, CONTROL_DOWN.encode(action.message))
+            try:
+                frames = CONTROL_DOWN.encode(action.message)
+            except ProtocolError as error:
+                self._undeliverable(action, error)
+                return
+            self._control.send(action.peer, frames)
         else:
             if not self._pending:
                 self._loop.call_soon(self._flush)
             self._pending.append(action)
+
+    def _undeliverable(self, action: SendData | SendControl, error: ProtocolError) -> None:
+        """What is too large to be sent is answered as its receiver would: with a failure, of this request or call alone."""
+        log.error("%s", error)
+        message = action.message
+        if isinstance(message, Submit):
+            failed = Failed(request=message.request, epoch=message.epoch, seq=0, error=error.info)
+            self._loop.call_soon(self._handle, DataReceived(action.peer, failed))
+        elif isinstance(message, Call):
+            reply = CallReply(epoch=message.epoch, call=message.call, ok=False, error=str(error))
+            self._loop.call_soon(self._handle, ControlReceived(action.peer, reply))
 
     def _flush(self) -> None:
         """Give news to the caller's side, in order, and hold the stages back while that has no room."""

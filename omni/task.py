@@ -61,14 +61,14 @@ class Request:
         """The tasks that go to one replica together: the prompt's and its companions'."""
         return [task for key, task in self.tasks.items() if key.stage == stage]
 
-    def consumers(self, source: Source) -> dict[TaskKey, str]:
-        """The tasks that take an output, and as which input."""
-        return {
-            task.plan.key: name
+    def consumers(self, source: Source) -> list[tuple[TaskKey, str]]:
+        """The tasks that take an output, and as which input. One task may take it as several."""
+        return [
+            (task.plan.key, name)
             for task in self.tasks.values()
             for name, link in task.plan.links.items()
             if link == source
-        }
+        ]
 
     @property
     def done(self) -> bool:

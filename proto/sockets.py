@@ -12,13 +12,11 @@ from typing import Final, cast
 
 import zmq
 
+from proto.frames import receive_frames, send_frames
 from proto.tensors import Buffer
 
 BATCH: Final = 128
 """Messages read in one go before other callbacks get their turn."""
-
-SMALL: Final = 65536
-"""Frames below this are copied into ZeroMQ (cheaper than tracking them); larger ones are sent from where they lie."""
 
 
 class Sent(enum.Enum):
@@ -45,19 +43,18 @@ class Port:
         self._on_message = on_message
         self._small = small
         self._paused = False
+        self._due = False  # `_drain` or `_look` is on the loop's list already
+        self._draining = False  # `_drain` is running, and will look at the socket again
         self._turn = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None  # set while somebody waits for room
         self._fd = sock.fileno()
         loop.add_reader(self._fd, self._drain)
-        loop.call_soon(self._drain)
+        self._drain_soon()
 
     def send(self, frames: Sequence[Buffer]) -> Sent:
         """Send one message now or say why not. A frame must not be written into afterwards."""
         try:
-            if len(frames) <= self._small and len(frames[-1]) < SMALL:
-                self._sock.send_multipart(frames, zmq.NOBLOCK)
-            else:
-                self._sock.send_multipart(frames, zmq.NOBLOCK, copy=False)
+            send_frames(self._sock, frames, zmq.NOBLOCK)
             status = Sent.OK
         except zmq.Again:
             status = Sent.FULL
@@ -65,8 +62,9 @@ class Port:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.ENOTSOCK, zmq.ETERM):
                 raise
             status = Sent.GONE
-        if not self._paused and self._events() & zmq.POLLIN:
-            self._loop.call_soon(self._drain)
+        if not (self._due or self._draining or self._paused):
+            self._due = True
+            self._loop.call_soon(self._look)  # once for all that is sent in this turn of the loop
         return status
 
     async def send_wait(self, frames: Sequence[Buffer]) -> Sent:
@@ -75,6 +73,8 @@ class Port:
             return status
         async with self._turn:
             while (status := self.send(frames)) is Sent.FULL:
+                if self._events() & zmq.POLLOUT:
+                    continue  # room came since, and its edge is gone: nothing would wake us
                 self._room = self._loop.create_future()
                 await self._room
             return status
@@ -86,29 +86,58 @@ class Port:
     def resume(self) -> None:
         if self._paused:
             self._paused = False
+            self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._due:
+            self._due = True
             self._loop.call_soon(self._drain)
 
+    def _look(self) -> None:
+        """Sending may have swallowed the edge of a message that came in meanwhile."""
+        self._due = False
+        if self._events() & zmq.POLLIN:
+            self._drain()
+        else:
+            self._wake_sender()
+
     def _drain(self) -> None:
+        self._due = False
+        self._draining = more = True
+        try:
+            more = self._receive()
+        finally:
+            self._draining = False
+            if more:
+                self._drain_soon()
+        self._wake_sender()  # after receiving, which may have swallowed the edge that said there is room
+
+    def _wake_sender(self) -> None:
         if self._room is not None and not self._room.done() and self._events() & zmq.POLLOUT:
             self._room.set_result(None)
+
+    def _receive(self) -> bool:
+        """Hand over what is there, up to a batch. Whether there may be more."""
         for _ in range(BATCH):
             if self._paused or self._sock.closed:
-                return
+                return False
             try:
-                frames = self._sock.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = receive_frames(self._sock, self._small, zmq.NOBLOCK)
             except zmq.Again:
-                return
-            small = self._small
-            self._on_message([f.bytes if i < small else f.buffer for i, f in enumerate(frames)])
-        self._loop.call_soon(self._drain)
+                return False
+            self._on_message(frames)
+        return True
 
     def _events(self) -> int:
         return 0 if self._sock.closed else cast(int, self._sock.getsockopt(zmq.EVENTS))
 
-    def close(self) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
+        """What was sent and has not left yet gets `linger_s` seconds, which the end of the context waits for."""
         if not self._sock.closed:
+            if self._room is not None and not self._room.done():
+                self._room.set_result(None)  # who waits will find the socket gone
             self._loop.remove_reader(self._fd)
-            self._sock.close(linger=0)
+            self._sock.close(linger=int(linger_s * 1000))
 
 
 def endpoint_of(sock: "zmq.Socket[bytes]") -> str:

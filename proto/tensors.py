@@ -85,6 +85,15 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
+def check_frame(ref: TensorRef, max_frame_bytes: int) -> None:
+    """Raise `ProtocolError` for a tensor that no socket would take: a frame beyond the limit ends the connection."""
+    if ref.nbytes > max_frame_bytes:
+        raise ProtocolError(
+            f"a tensor {list(ref.shape)} of {ref.dtype.value} has {ref.nbytes} bytes;"
+            f" limits.max_frame_bytes is {max_frame_bytes}"
+        )
+
+
 class WireTensor(NamedTuple):
     """A tensor that is about to be sent or has just been received: its description and its bytes, not copied."""
 

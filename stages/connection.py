@@ -4,6 +4,8 @@ Each join has sockets of its own: nothing of an earlier session can be heard in,
 """
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import Callable, Sequence
@@ -14,14 +16,19 @@ import zmq
 
 from proto.errors import ProtocolError, StartError
 from proto.framing import CONTROL_DOWN, CONTROL_UP, DATA_DOWN, DATA_UP, MAX_CONTROL_BYTES
-from proto.messages import Attach, Attached, ControlDown, ControlUp, DataDown, DataUp, Hello, Refuse, Welcome
+from proto.messages import Attach, Attached, ControlDown, ControlUp, DataDown, DataUp, Goodbye, Hello, Refuse, Welcome
 from proto.sockets import Port, split_endpoint, tune
-from proto.tensors import Buffer, WireTensor
+from proto.tensors import Buffer, WireTensor, check_frame
 
 log = logging.getLogger("omni.stage")
 
 RETRY_REFUSED_S: Final = 1.0
 HINT_AFTER_S: Final = 5.0
+ASK_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""A master that went away may have taken our Hello with it, so it is said again after so long, the last one for ever.
+Saying it twice is harmless, since it has a nonce; but while there is no master, each one waits in the socket."""
+
+ATTACH_S: Final = 15.0
 HEADER_PARTS: Final = 1
 
 
@@ -52,6 +59,7 @@ class Connection:
         sock.connect(url)
         self._control = Port(sock, self._loop, self._on_control, HEADER_PARTS)
         self._data: Port | None = None
+        self._max_frame_bytes = 0
 
     def _socket(self, max_frame_bytes: int) -> "zmq.Socket[bytes]":
         sock = self._context.socket(zmq.DEALER)
@@ -63,15 +71,25 @@ class Connection:
     # --- joining ------------------------------------------------------------------------------------------------------
 
     async def join(self, hello: Hello) -> Welcome:
-        """Say hello until the master is there and has a slot. Raises `Refused` when it never will."""
+        """Say hello until the master is there and has a slot.
+
+        Raises `Refused` when it never will, and ConnectionError when its data socket does not answer.
+        """
         welcome = await self._ask(hello)
+        self._max_frame_bytes = welcome.limits.max_frame_bytes
+        url = f"tcp://{self._host}:{welcome.data_port}"
         sock = self._socket(welcome.limits.max_frame_bytes)
-        sock.connect(f"tcp://{self._host}:{welcome.data_port}")
+        sock.connect(url)
         self._data = Port(sock, self._loop, self._on_data, HEADER_PARTS)
-        await self._data.send_wait(DATA_UP.encode(Attach(session=welcome.session, epoch=welcome.epoch)))
-        while not isinstance(answer := await self._greeting.get(), Attached):
-            if isinstance(answer, Refuse):
-                raise ConnectionError(answer.reason)
+        self._attach = Attach(session=welcome.session, epoch=welcome.epoch)
+        try:
+            async with asyncio.timeout(ATTACH_S):
+                await self.settle()
+        except TimeoutError:
+            self.send_control(Goodbye(epoch=welcome.epoch, reason="its data connection did not come up"))
+            raise ConnectionError(
+                f"the master's data socket {url} does not answer; it must be reachable, like the control socket"
+            ) from None
         return welcome
 
     async def _ask(self, hello: Hello) -> Welcome:
@@ -80,8 +98,7 @@ class Connection:
         )
         try:
             while True:
-                self.send_control(hello)
-                answer = await self._greeting.get()
+                answer = await self._answer_to(hello)
                 hint.cancel()
                 if isinstance(answer, Welcome):
                     return answer
@@ -94,6 +111,22 @@ class Connection:
                     await asyncio.sleep(RETRY_REFUSED_S)  # the slot is taken: only asking again can tell
         finally:
             hint.cancel()
+
+    async def _answer_to(self, hello: Hello) -> Welcome | Refuse | Attached:
+        for patience in itertools.chain(ASK_AGAIN_S, itertools.repeat(ASK_AGAIN_S[-1])):
+            await self._control.send_wait(CONTROL_UP.encode(hello))
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._greeting.get(), patience)
+        raise AssertionError("there is always a next time")
+
+    async def settle(self) -> None:
+        """Until the master has handled all data sent so far, and whatever it had sent before is here.
+
+        Data is kept in order, so its answer to one more Attach says both.
+        """
+        await self.send_data(self._attach)
+        while not isinstance(await self._greeting.get(), Attached):
+            pass  # a second answer to a second Hello
 
     def serve(self, handlers: Handlers) -> None:
         """From now on messages go to `handlers`; those that came since `join` come first."""
@@ -109,7 +142,10 @@ class Connection:
         self._control.send(CONTROL_UP.encode(message))
 
     async def send_data(self, message: DataUp, tensors: Sequence[WireTensor] = ()) -> None:
-        """Waits while the master does not keep up."""
+        """Waits while the master does not keep up. Raises `ProtocolError`, before anything is sent, for what the wire
+        cannot carry: the master would end the connection."""
+        for tensor in tensors:
+            check_frame(tensor.ref, self._max_frame_bytes)
         if self._data is not None:
             await self._data.send_wait(DATA_UP.encode(message, tensors))
 
@@ -141,10 +177,11 @@ class Connection:
         self.junk += 1
         log.warning("dropped a frame from the master: %s", error)
 
-    def close(self) -> None:
-        self._control.close()
+    def close(self, linger_s: float = 0.0) -> None:
+        """What was sent gets `linger_s` seconds to leave this process, once the context ends."""
+        self._control.close(linger_s)
         if self._data is not None:
-            self._data.close()
+            self._data.close(linger_s)
 
 
 def new_nonce() -> str:

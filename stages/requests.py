@@ -158,7 +158,8 @@ class Requests:
                 part=event.part,
                 tensors=refs,
             )
-            await self._send(chunk, event.tensors)
+            if not await self._sent(active, chunk, event.tensors):
+                self._to_engine(Drop(event.request))
 
     async def publish(self, request: RequestId, output: str, payload: OutgoingPayload) -> None:
         active = self._active.get(request)
@@ -172,7 +173,11 @@ class Requests:
         await self._send(message, ())
 
     async def publish_event(self, event: Publish) -> None:
-        await self.publish(event.request, event.output, event.payload)
+        try:
+            await self.publish(event.request, event.output, event.payload)
+        except ProtocolError as error:
+            await self._broken_output(event.request, error)
+            self._to_engine(Drop(event.request))
 
     async def finish(self, done: Done) -> None:
         finished = done.finished
@@ -184,12 +189,14 @@ class Requests:
                 await self.publish(finished.request, output, payload)
             outputs, tensors = self._visible(active, finished)
         except ProtocolError as error:
-            await self._fail(
-                finished.request,
-                ErrorInfo(ErrorCode.STAGE_FAILED, f"the engine gave a broken output: {error}", self._stage),
-            )
+            await self._broken_output(finished.request, error)
             return
-        result = Result(
+        if await self._sent(active, self._result(active, done, outputs, tensors), tensors):
+            self._over(finished.request)
+
+    def _result(self, active: _Active, done: Done, outputs: dict[str, Value], tensors: Sequence[WireTensor]) -> Result:
+        finished = done.finished
+        return Result(
             request=finished.request,
             epoch=self._epoch,
             seq=self._number(active),
@@ -199,8 +206,21 @@ class Requests:
             timings=done.timings,
             tensors=tuple(tensor.ref for tensor in tensors),
         )
-        self._over(finished.request)
-        await self._send(result, tensors)
+
+    async def _sent(self, active: _Active, message: Chunk | Result, tensors: Sequence[WireTensor]) -> bool:
+        """Whether the message went out. One that cannot be sent fails its request, in the message's place."""
+        try:
+            await self._send(message, tensors)
+        except ProtocolError as error:  # raised before anything was sent
+            active.seq = message.seq
+            await self._broken_output(message.request, error)
+            return False
+        return True
+
+    async def _broken_output(self, request: RequestId, error: ProtocolError) -> None:
+        """It does not fit its description, or is too large for the wire."""
+        text = f"the engine gave a broken output: {error}"
+        await self._fail(request, ErrorInfo(ErrorCode.STAGE_FAILED, text, self._stage))
 
     async def fail(self, failed: engine.Failed) -> None:
         await self._fail(failed.request, failed.error)

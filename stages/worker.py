@@ -7,13 +7,14 @@ and signals. A worker whose master is gone drops its work at once, since nobody 
 """
 
 import asyncio
+import contextlib
 import enum
 import logging
 import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -21,7 +22,7 @@ from typing import Final
 import janus
 import zmq
 
-from proto.errors import ErrorCode, ErrorInfo
+from proto.errors import ErrorCode, ErrorInfo, ProtocolError
 from proto.ids import StageName
 from proto.messages import (
     PROTOCOL,
@@ -46,7 +47,6 @@ from proto.messages import (
     Submit,
     Welcome,
 )
-from proto.params import Json
 from proto.tensors import WireTensor
 from stages.connection import Connection, Handlers, new_nonce
 from stages.engine import Emit, Failed, LoadContext, Publish
@@ -75,6 +75,12 @@ SILENT_BEATS: Final = 10
 
 MIN_SILENCE_S: Final = 5.0
 LAST_WORDS_S: Final = 2.0
+GOODBYE_S: Final = 0.5
+"""How long a Goodbye may take to leave this process."""
+
+EXIT_NOT_LOADED: Final = 4
+"""Exit status of a worker whose engine could not load: trying again would not help by itself."""
+
 PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -94,8 +100,11 @@ class Ended(enum.Enum):
     """Why a session ended."""
 
     MASTER_LOST = "lost"  # join again
-    LEFT = "left"  # drained, or told to go
+    DISMISSED = "told to go"  # by a master that ends
+    LEFT = "left"
+    OUTDATED = "the stage's config has changed"
     BROKEN = "broken"
+    NOT_LOADED = "not loaded"
 
 
 class Worker:
@@ -119,16 +128,26 @@ class Worker:
         try:
             while True:
                 ended = await self._one_session()
-                if ended is Ended.LEFT:
+                if ended in (Ended.LEFT, Ended.DISMISSED):
                     return 0
                 if ended is Ended.BROKEN:
                     return 1
+                if ended is Ended.NOT_LOADED:
+                    return EXIT_NOT_LOADED
+                if self._signals:
+                    return 0
+                if ended is Ended.OUTDATED:
+                    # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
+                    log.warning("the stage's config has changed; restarting this worker")
+                    self._context.term()
+                    _restart()
                 log.warning("the master at %s is gone; waiting for it", self._options.master)
         finally:
-            self._context.destroy(linger=int(LAST_WORDS_S * 1000))
+            self._context.term()  # waits for last words
 
     async def _one_session(self) -> Ended:
         connection = Connection(self._context, self._options.master)
+        ended = Ended.MASTER_LOST
         try:
             self._joining = asyncio.create_task(connection.join(self._hello()))
             try:
@@ -147,6 +166,10 @@ class Worker:
                 self._options.master,
                 welcome.epoch,
             )
+            if self._engine is not None and welcome.config_hash != self._config_hash:
+                connection.send_control(Goodbye(epoch=welcome.epoch, reason=Ended.OUTDATED.value))
+                ended = Ended.OUTDATED
+                return ended
             engine = self._start_engine(welcome)
             self._session = _Session(connection, welcome, engine, self._loaded, self._options)
             if self._signals:
@@ -159,7 +182,7 @@ class Worker:
             if self._session is not None:
                 self._session.close()
                 self._session = None
-            connection.close()
+            connection.close(0.0 if ended in (Ended.MASTER_LOST, Ended.DISMISSED) else GOODBYE_S)
 
     def _hello(self) -> Hello:
         return Hello(
@@ -175,12 +198,8 @@ class Worker:
         )
 
     def _start_engine(self, welcome: Welcome) -> EngineThread:
-        """The engine, started if this is the first join. One that is loaded serves again if its config is the same."""
+        """The engine, started if this is the first join. One that is loaded serves again."""
         if self._engine is not None:
-            if welcome.config_hash != self._config_hash:
-                # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
-                log.warning("the stage's config has changed; restarting this worker")
-                _restart()
             return self._engine
         self._config_hash = welcome.config_hash
         if welcome.spec.threads is not None:
@@ -237,10 +256,16 @@ class _Session:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Ended] = self._loop.create_future()
         self._draining = False
+        self._quiet = asyncio.Event()
         self._last_ack = self._loop.time()
+        self._beats_unanswered = 0
+        self._beat_answered = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
         epoch = welcome.epoch
         self._store = PayloadStore(options.stage, welcome.replica, epoch, welcome.spec.edge.lease)
-        self._relay = MasterRelay(options.stage, epoch, self._store, connection.send_data)
+        self._relay = MasterRelay(
+            options.stage, epoch, self._store, connection.send_data, welcome.limits.max_frame_bytes
+        )
         self._requests = Requests(
             options.stage, welcome.spec, epoch, self._relay, self._to_engine, connection.send_data, self._aborted
         )
@@ -251,18 +276,14 @@ class _Session:
         if self._loaded is not None:
             self._say_ready(self._loaded.info, 0.0)
         self._connection.serve(Handlers(self._control, self._data))
-        tasks = [
-            asyncio.create_task(self._read_reports()),
-            asyncio.create_task(self._read_payload_messages()),
-        ]
-        for task in tasks:
-            task.add_done_callback(self._task_ended)
+        self._start(self._read_reports())
+        self._start(self._read_payload_messages())
         self._beat()
         try:
             return await self._ended
         finally:
             self._timer.cancel()
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
             self._connection.send_control(Goodbye(epoch=self._welcome.epoch, reason=self._ended.result().value))
 
@@ -272,11 +293,49 @@ class _Session:
 
     def drain(self) -> None:
         """Take no new work, finish what is here, then leave. While still loading there is nothing to finish."""
-        if not self._draining:
-            self._draining = True
-            self._connection.send_control(Leaving(epoch=self._welcome.epoch))
-        if self._loaded is None or not self._busy():
+        if self._draining:
+            return
+        self._draining = True
+        self._connection.send_control(Leaving(epoch=self._welcome.epoch))
+        if self._loaded is None:
             self.end(Ended.LEFT)
+        else:
+            self._start(self._leave())
+
+    async def _leave(self) -> None:
+        """Work may be under way to here until the master has heard of our leaving, and results under way to the master
+        until it has handled them: so leave when it has answered to both."""
+        self._send_beat()
+        await self._soon(self._all_beats_answered())
+        while True:
+            self._quiet.clear()
+            if self._busy():
+                await self._quiet.wait()
+            await self._soon(self._connection.settle())
+            if not self._busy():
+                self.end(Ended.LEFT)
+                return
+
+    async def _all_beats_answered(self) -> None:
+        while self._beats_unanswered:
+            self._beat_answered.clear()
+            await self._beat_answered.wait()
+
+    @staticmethod
+    async def _soon(answer: Coroutine[None, None, None]) -> None:
+        """Wait for the master's answer, but not for that of a master that is gone."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answer, LAST_WORDS_S)
+
+    def _look_if_quiet(self) -> None:
+        if self._draining and not self._busy():
+            self._quiet.set()
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        """Run something for as long as the session lasts. If it fails, the session does."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
 
     def _busy(self) -> bool:
         return len(self._requests) > 0 or len(self._store) > 0
@@ -294,6 +353,13 @@ class _Session:
     def _beat(self) -> None:
         """Report progress, and look whether the master still answers."""
         every = self._welcome.heartbeat_s
+        self._send_beat()
+        self._look_if_quiet()
+        if self._loop.time() - self._last_ack > max(MIN_SILENCE_S, SILENT_BEATS * every):
+            self.end(Ended.MASTER_LOST)
+        self._timer = self._loop.call_later(every, self._beat)
+
+    def _send_beat(self) -> None:
         engine = self._engine
         beat = Heartbeat(
             epoch=self._welcome.epoch,
@@ -306,17 +372,15 @@ class _Session:
             rss_bytes=_rss(),
         )
         self._connection.send_control(beat)
-        if self._draining and not self._busy():
-            self.end(Ended.LEFT)
-        if self._loop.time() - self._last_ack > max(MIN_SILENCE_S, SILENT_BEATS * every):
-            self.end(Ended.MASTER_LOST)
-        self._timer = self._loop.call_later(every, self._beat)
+        self._beats_unanswered += 1
 
     # --- from the master ----------------------------------------------------------------------------------------------
 
     def _control(self, message: ControlDown) -> None:
         if isinstance(message, BeatAck):
             self._last_ack = self._loop.time()
+            self._beats_unanswered -= 1
+            self._beat_answered.set()
         elif isinstance(message, Abort):
             self._requests.abort(message.request)
         elif isinstance(message, Call):
@@ -327,9 +391,9 @@ class _Session:
         elif isinstance(message, Shutdown):
             log.info("told to go: %s", message.reason)
             if self._failed_to_load:
-                self.end(Ended.BROKEN)
+                self.end(Ended.NOT_LOADED)
             else:
-                self.end(Ended.LEFT if self._options.exit_with_master else Ended.MASTER_LOST)
+                self.end(Ended.DISMISSED if self._options.exit_with_master else Ended.MASTER_LOST)
         elif isinstance(message, Refuse):
             self.end(Ended.MASTER_LOST)  # another master than the one that welcomed us
 
@@ -359,8 +423,7 @@ class _Session:
         while True:
             for report in await queue.get():
                 await self._report(report)
-            if self._draining and not self._busy():
-                self.end(Ended.LEFT)
+            self._look_if_quiet()
 
     async def _report(self, report: Report) -> None:
         if isinstance(report, Emit):
@@ -395,20 +458,24 @@ class _Session:
         if broken.loaded:
             text = f"the engine is broken: {broken.error}"
             await self._requests.fail_all(ErrorInfo(ErrorCode.STAGE_FAILED, text, self._stage))
+            await self._soon(self._connection.settle())
             self.end(Ended.BROKEN)
         else:
             self._failed_to_load = True
             log.error("could not load: %s", broken.error)
             self._connection.send_control(LoadFailed(epoch=epoch, error=broken.error[:4096]))
             # The master answers with Shutdown, so it knows the reason before it sees this process end.
-            self._loop.call_later(LAST_WORDS_S, self.end, Ended.BROKEN)
+            self._loop.call_later(LAST_WORDS_S, self.end, Ended.NOT_LOADED)
 
     def _reply(self, answer: Answer) -> None:
-        epoch = self._welcome.epoch
-        value: Json = answer.value
-        self._connection.send_control(
-            CallReply(epoch=epoch, call=answer.call, ok=answer.ok, value=value, error=answer.error[:4096])
-        )
+        epoch, call = self._welcome.epoch, answer.call
+        try:
+            self._connection.send_control(
+                CallReply(epoch=epoch, call=call, ok=answer.ok, value=answer.value, error=answer.error[:4096])
+            )
+        except (ValueError, ProtocolError) as error:
+            text = f"the engine's answer cannot be sent: {error}"[:4096]
+            self._connection.send_control(CallReply(epoch=epoch, call=call, ok=False, error=text))
 
     def _aborted(self, message: Aborted) -> None:
         self._connection.send_control(message)

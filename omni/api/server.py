@@ -20,14 +20,21 @@ _GRACE_S: Final = 2  # for answers on their way out when the server stops
 _BACKLOG: Final = 2048
 
 
-async def serve(pipeline: Pipeline, host: str, port: int, *, on_bound: Callable[[str, int], None]) -> None:
+async def serve(
+    pipeline: Pipeline,
+    host: str,
+    port: int,
+    *,
+    on_bound: Callable[[str, int], None],
+    listener: socket.socket | None = None,
+) -> None:
     """Serve the API until this task is cancelled; then end open requests with a clear error, within seconds.
 
-    `on_bound(host, port)` is called once connections are accepted, with the real port where `port` was 0.
-    Raises `DeployError` if the address cannot be bound.
+    `on_bound(host, port)` is called once connections are accepted, with the real port where `port` was 0. A `listener`
+    from `listen` is used, and closed, instead of binding now. Raises `DeployError` if the address cannot be bound.
     """
     lifetime = Lifetime()
-    listener = await _bind(host, port)
+    listener = listener or await listen(host, port)
     try:
         config = uvicorn.Config(
             create_app(pipeline, lifetime),
@@ -68,7 +75,8 @@ async def _shut_down(server: uvicorn.Server, listener: socket.socket) -> None:
         connection.transport.abort()  # the peer does not read: nothing more can be told to it
 
 
-async def _bind(host: str, port: int) -> socket.socket:
+async def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; those who connect are answered once `serve` has it. Raises `DeployError`."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -78,6 +86,7 @@ async def _bind(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
             raise

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from proto.errors import PayloadLost
+from proto.errors import PayloadLost, ProtocolError
 from proto.ids import Epoch, LeaseId, PullId, RequestId, StageName
-from proto.messages import Ack, Nack, Payload, Piece, Pull, PullRefused, Release
-from proto.tensors import WireTensor
+from proto.messages import MAX_FRAMES, Ack, Nack, Payload, Piece, Pull, PullRefused, Release
+from proto.tensors import WireTensor, check_frame
 from stages.engine import OutgoingPayload
 from stages.payload.store import PayloadStore, checksum
 
@@ -40,8 +40,9 @@ class _Pulling:
 class MasterRelay:
     """Implements `PayloadBackend`. Messages of the data lane come in through `handle`; `send` puts them out."""
 
-    def __init__(self, stage: StageName, epoch: Epoch, store: PayloadStore, send: Send) -> None:
+    def __init__(self, stage: StageName, epoch: Epoch, store: PayloadStore, send: Send, max_frame_bytes: int) -> None:
         self._stage = stage
+        self._max_frame_bytes = max_frame_bytes
         self._epoch = epoch
         self._store = store
         self._send = send
@@ -52,6 +53,11 @@ class MasterRelay:
     # --- source -------------------------------------------------------------------------------------------------------
 
     async def publish(self, payload: OutgoingPayload) -> Payload:
+        """Keep a payload under a lease. Raises `ProtocolError` for one that could never be pulled."""
+        if not 1 <= len(payload.tensors) <= MAX_FRAMES:
+            raise ProtocolError(f"a payload has 1 to {MAX_FRAMES} tensors, this one {len(payload.tensors)}")
+        for tensor in payload.tensors.values():
+            check_frame(tensor.ref, self._max_frame_bytes)
         sums = await self._checksums(payload.tensors)
         descriptor = self._store.keep(payload, sums, time.monotonic())
         self._arm()

@@ -5,6 +5,9 @@ from openai import OpenAI
 
 from tests.api.cases import client
 from tests.api.fake_pipeline import Server, serving, two_stages
+from tests.models.folders import models
+
+__all__ = ["models"]
 
 
 @pytest.fixture

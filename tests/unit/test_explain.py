@@ -55,7 +55,7 @@ def test_each_value_has_its_origin(deploy_path: Path) -> None:
     assert rows["stages.thinker.engine.max_num_seqs"] == ("16", "default")
     assert rows["stages.painter.inputs.prompt.from"] == ("thinker.text", f"{deploy_path}:11")
     assert rows["stages.painter.edge.deadline"] == ("1.5s", f"{deploy_path}:13")
-    assert rows["stages.painter.edge.lease"] == ("60s", "default")
+    assert rows["stages.painter.edge.lease"] == ("600s", "default")
     assert rows["stages.painter.devices"] == ("[cpu]", "default")
     assert rows["api.port"] == ("0", "--set")
     assert rows["master.insecure"] == ("false", "default")

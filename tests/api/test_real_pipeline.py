@@ -1,0 +1,244 @@
+"""The API in front of real stage processes, started as an operator starts them, called by the real client.
+
+One pipeline has a language model that says a known text and a tiny Stable Diffusion; the other has fake engines, whose
+work a test can hold.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.api.cases import (
+    BAD_IMAGE_BODIES,
+    CHAT,
+    IMAGES,
+    SIXTEEN,
+    BadBody,
+    Colour,
+    burst,
+    check_refused,
+    client,
+    colour_prompt,
+    picture,
+    sixteen_at_once,
+    stream_equals_answer,
+)
+from tests.cli.commands import HEADER, Served
+from tests.pipeline.harness import omni_stage, until
+
+# --- real models ------------------------------------------------------------------------------------------------------
+
+REAL = """
+stages:
+  thinker:
+    kind: ar
+    model: {path: scripted}
+    output: text
+  painter:
+    kind: diffusion
+    model: {path: sd}
+    defaults: {num_inference_steps: 2, seed: 7}
+    output: image
+"""
+
+
+@pytest.fixture(scope="module")
+def real(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    (models / "real.yaml").write_text(HEADER + REAL)
+    with Served(models / "real.yaml", tmp_path_factory.mktemp("real") / "log") as served:
+        served.until_ready()
+        yield served
+
+
+def draw(url: str, **settings: object) -> bytes:
+    """The pixels of one picture."""
+    with client(url) as ai:
+        answer = ai.images.generate(prompt="a red star", extra_body=settings)
+        assert answer.data is not None
+        assert answer.data[0].b64_json is not None
+        return picture(answer.data[0].b64_json).tobytes()
+
+
+def test_sixteen_at_once_each_get_their_own_picture(real: Served) -> None:
+    alone: dict[bytes, Colour] = {}
+    with client(real.url) as ai:
+        for colour in SIXTEEN:
+            answer = ai.images.generate(prompt=colour_prompt(colour))
+            assert answer.data is not None
+            assert answer.data[0].b64_json is not None
+            alone[picture(answer.data[0].b64_json).tobytes()] = colour
+    assert len(alone) == 16
+    asyncio.run(sixteen_at_once(real.url, seen=lambda image: alone[image.tobytes()]))
+    real.until_idle()
+
+
+def test_bad_bodies_are_refused_and_no_stage_receives_anything(real: Served) -> None:
+    before, served = real.steps(), real.status()
+    for bad in BAD_IMAGE_BODIES.values():
+        check_refused(real.url, IMAGES, bad)
+    check_refused(real.url, IMAGES, BadBody({"prompt": "x", "size": "60x64"}, "size"))  # SD draws in multiples of 8
+    assert real.steps() == before
+    status = real.status()
+    assert (status.done, status.failed) == (served.done, served.failed)
+
+
+def test_guidance_of_nought_is_honoured(real: Served) -> None:
+    own = draw(real.url)
+    none = draw(real.url, guidance=0)
+    assert none == draw(real.url, guidance=0.0)
+    assert none != own
+    assert own == draw(real.url)
+
+
+def test_stream_of_emoji_cjk_and_a_stop_string_over_two_tokens_equals_the_answer(real: Served) -> None:
+    text = stream_equals_answer(real.url, "test", "Describe what to draw", stop="END")
+    assert text == "The boat🎨 of漢字, then"
+
+
+def test_without_the_stop_string_the_model_says_it(real: Served) -> None:
+    with client(real.url) as ai:
+        answer = ai.chat.completions.create(model="test", messages=[{"role": "user", "content": "Go on"}])
+    assert answer.choices[0].message.content == "The boat🎨 of漢字, thenEND and it."
+
+
+def test_caller_that_leaves_stops_the_denoising(real: Served) -> None:
+    before = real.steps()["painter"]
+    body = httpx.Request("POST", real.url + IMAGES, json={"prompt": "long", "steps": 900}).content
+    with connect(real.url, IMAGES, body):
+        until(lambda: real.replica("painter").steps > before + 2, "some steps")
+    real.until_idle()
+    assert real.steps()["painter"] - before < 900
+    assert draw(real.url) == draw(real.url)
+
+
+def test_metrics_parse_and_gauges_return_to_nought(real: Served) -> None:
+    draw(real.url)
+    real.until_idle()
+    real.steps()  # what the stages say of themselves is new
+    found = real.metrics()
+    gauges = ("omni_requests_running", "omni_requests_waiting", "omni_stage_queue", "omni_stage_running", "omni_lease")
+    assert {name: value for name, value in found.items() if name.startswith(gauges) and value} == {}
+    assert found["omni_requests_done_total{}"] >= 1
+    assert found["omni_stage_ready{stage=painter}"] == found["omni_stage_ready{stage=thinker}"] == 1
+    assert found["omni_stage_step_seconds{replica=0,stage=painter}"] > 0
+    assert found[f"omni_http_requests_total{{route={IMAGES},status=200}}"] >= 1
+
+
+# --- fake engines -----------------------------------------------------------------------------------------------------
+
+GATED = """
+limits: {{max_requests: 1, max_queued: 4}}
+stages:
+  painter:
+    kind: diffusion
+    engine: {{use: tests.api.gated:GatedPainter, options: {{gate: "{gate}"}}}}
+    output: image
+"""
+TALKING = """
+stages:
+  thinker:
+    kind: ar
+    engine: {use: tests.fakes.engines:FakeAr, options: {step_s: 0.02}}
+    max_replicas: 2
+    output: text
+"""
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def gated(tmp_path: Path, gate: Path) -> Iterator[Served]:
+    (tmp_path / "gated.yaml").write_text(HEADER + GATED.format(gate=gate))
+    with Served(tmp_path / "gated.yaml", tmp_path / "log") as served:
+        yield served.until_ready()
+
+
+@pytest.fixture
+def talking(tmp_path: Path) -> Iterator[Served]:
+    (tmp_path / "talking.yaml").write_text(HEADER + TALKING)
+    with Served(tmp_path / "talking.yaml", tmp_path / "log") as served:
+        yield served.until_ready()
+
+
+def connect(url: str, route: str, content: bytes) -> socket.socket:
+    """A request by hand; closing the socket is leaving."""
+    parts = httpx.URL(url)
+    peer = socket.create_connection((parts.host, parts.port))
+    head = f"POST {route} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    peer.sendall(head.encode() + b"\r\n\r\n" + content)
+    return peer
+
+
+def test_burst_is_admitted_up_to_the_limits_while_health_answers(gated: Served, gate: Path) -> None:
+    async def release() -> None:
+        await asyncio.to_thread(gate.touch)
+
+    asyncio.run(burst(gated.url, calls=50, admitted=5, release=release))
+    status = gated.until_idle()
+    assert status.done == 5
+    found = gated.metrics()
+    assert found["omni_requests_running{}"] == found["omni_requests_waiting{}"] == 0
+    assert found[f"omni_http_requests_total{{route={IMAGES},status=429}}"] == 45
+
+
+def test_callers_that_leave_give_their_slot_to_the_next(gated: Served, gate: Path) -> None:
+    body = httpx.Request("POST", gated.url + IMAGES, json={"prompt": "x"}).content
+    for _ in range(3):
+        with connect(gated.url, IMAGES, body):
+            until(lambda: gated.replica("painter").in_flight == 1, "it runs")
+        gated.until_idle()
+    still = gated.steps()
+    assert gated.steps() == still
+    gate.touch()
+    assert httpx.post(gated.url + IMAGES, json={"prompt": "x"}).status_code == 200
+    assert gated.status().done == 1
+
+
+def test_caller_that_leaves_a_stream_stops_its_words(talking: Served) -> None:
+    words = " ".join(["word"] * 2000)
+    with client(talking.url) as ai:
+        stream = ai.chat.completions.create(model="test", messages=[{"role": "user", "content": words}], stream=True)
+        assert next(stream).choices[0].delta.content == ""
+        next(stream)
+        stream.close()
+    talking.until_idle()
+    assert talking.steps()["thinker"] < 2000
+
+
+def test_ready_follows_the_last_replica_of_a_stage(talking: Served, tmp_path: Path) -> None:
+    assert httpx.get(f"{talking.url}/health/ready").status_code == 200
+    os.kill(talking.replica("thinker").pid, signal.SIGKILL)
+    until(lambda: httpx.get(f"{talking.url}/health/ready").status_code == 503, "not ready")
+    assert httpx.get(f"{talking.url}/health/live").status_code == 200
+    answer = httpx.get(f"{talking.url}/health/ready")
+    assert answer.json()["waiting"][0]["stage"] == "thinker"
+    asked = httpx.post(talking.url + CHAT, json={"model": "test", "messages": [{"role": "user", "content": "x"}]})
+    assert asked.status_code == 503
+    assert "retry-after" in asked.headers
+    assert "thinker" in asked.json()["error"]["message"]
+    master = talking.until_says("omni-stage --master").partition("--master ")[2].split()[0]
+    with omni_stage(master, "thinker", tmp_path / "stage"):
+        until(lambda: httpx.get(f"{talking.url}/health/ready").status_code == 200, "ready again")
+        asked = httpx.post(talking.url + CHAT, json={"model": "test", "messages": [{"role": "user", "content": "x"}]})
+        assert asked.json()["choices"][0]["message"]["content"] == "echo: x"
+
+
+def test_route_that_a_picture_deploy_cannot_serve_says_which_stage_it_needs(gated: Served) -> None:
+    answer = httpx.post(gated.url + CHAT, json={"model": "test", "messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400
+    assert "needs a stage of kind ar with `output: text`" in answer.json()["error"]["message"]
+
+
+def test_route_that_a_chat_deploy_cannot_serve_says_which_stage_it_needs(talking: Served) -> None:
+    answer = httpx.post(talking.url + IMAGES, json={"prompt": "x"})
+    assert answer.status_code == 400
+    assert "needs a stage of kind diffusion with `output: image`" in answer.json()["error"]["message"]

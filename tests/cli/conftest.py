@@ -1,0 +1,3 @@
+from tests.models.folders import models
+
+__all__ = ["models"]

@@ -1,0 +1,92 @@
+"""The environment of stage processes: threads shared out, devices narrowed, the parent's own left alone."""
+
+import os
+from collections.abc import Mapping
+
+import pytest
+
+from launch.environment import child_environment, device_for, local_processes, threads_for
+from proto.deploy import ArStage, Deploy, DiffusionStage
+
+COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+def deploy(**stages: ArStage | DiffusionStage) -> Deploy:
+    return Deploy(name="test", stages=dict(stages))  # type: ignore[arg-type]
+
+
+def environment(
+    stage: ArStage | DiffusionStage, replica: int = 0, *, cores: int = 8, base: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], str]:
+    return child_environment(
+        stage, replica, deploy(thinker=stage, painter=DiffusionStage()), cores=cores, base=base or {}
+    )
+
+
+def test_the_cores_are_shared_by_the_processes_that_start_here() -> None:
+    plan = deploy(thinker=ArStage(replicas=2), painter=DiffusionStage(replicas=3, local=1), far=DiffusionStage(local=0))
+    assert local_processes(plan) == 3
+    assert threads_for(plan.stages["thinker"], plan, cores=8) == 2  # type: ignore[index]
+    assert threads_for(plan.stages["thinker"], plan, cores=2) == 1  # type: ignore[index]
+
+
+def test_the_deploys_own_count_of_threads_wins() -> None:
+    env, _ = environment(ArStage(threads=5))
+    assert [env[name] for name in COUNTS] == ["5", "5", "5"]
+
+
+def test_threads_are_set_before_anything_is_imported_and_they_wait_passively() -> None:
+    env, _ = environment(ArStage())
+    assert [env[name] for name in COUNTS] == ["4", "4", "4"]
+    assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_the_parents_environment_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("SOMETHING", "of the parent")
+    before = dict(os.environ)
+    stage = ArStage(devices=("cuda:1",), env={"SOMETHING": "else"})
+    env, _ = child_environment(stage, 0, deploy(thinker=stage))
+    assert dict(os.environ) == before
+    assert env["SOMETHING"] == "else"
+    assert env["PATH"] == before["PATH"]
+
+
+def test_the_deploys_env_wins_over_everything() -> None:
+    env, _ = environment(ArStage(env={"OMP_NUM_THREADS": "7", "HF_HUB_OFFLINE": "0"}))
+    assert (env["OMP_NUM_THREADS"], env["HF_HUB_OFFLINE"]) == ("7", "0")
+
+
+def test_devices_are_handed_out_in_turn() -> None:
+    stage = DiffusionStage(devices=("cuda:0", "cuda:1"), replicas=3)
+    assert [device_for(stage, replica) for replica in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "seen"),
+    [
+        (None, "cuda:1", "1"),
+        ("4,6", "cuda:0", "4"),
+        ("4,6", "cuda:1", "6"),
+        ("GPU-aaaa,GPU-bbbb", "cuda:1", "GPU-bbbb"),
+    ],
+)
+def test_one_cuda_device_is_the_only_one_that_the_child_sees(visible: str | None, device: str, seen: str) -> None:
+    base = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    env, named = environment(DiffusionStage(devices=(device,)), base=base)
+    assert env["CUDA_VISIBLE_DEVICES"] == seen
+    assert named == "cuda:0"
+
+
+@pytest.mark.parametrize("visible", ["", "4"])
+def test_a_device_that_is_hidden_from_the_parent_stays_hidden_from_the_child(visible: str) -> None:
+    env, named = environment(DiffusionStage(devices=("cuda:2",)), base={"CUDA_VISIBLE_DEVICES": visible})
+    assert env["CUDA_VISIBLE_DEVICES"] == visible
+    assert named == "cuda:2"
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps", "cuda"])
+def test_other_devices_are_named_as_they_are(device: str) -> None:
+    env, named = environment(DiffusionStage(devices=(device,)), base={"CUDA_VISIBLE_DEVICES": "3"})
+    assert named == device
+    assert env["CUDA_VISIBLE_DEVICES"] == "3"
