@@ -1,5 +1,6 @@
 """Requests of any stock pipeline share the denoiser's forwards, and each gets what it would have got alone."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,21 +21,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return lambda name: found if (found := root / name).exists() else CASES[name].build(found)
 
 
+@pytest.fixture(scope="session")
+def loaded(folder: Folder) -> Iterator[Callable[[str], DiffusionEngine]]:
+    """An engine for each family, loaded once."""
+    engines: dict[str, DiffusionEngine] = {}
+
+    def take(name: str) -> DiffusionEngine:
+        if name not in engines:
+            engines[name] = load(folder(name))
+        return engines[name]
+
+    yield take
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def stocks(folder: Folder) -> Callable[[str], Stock]:
+    return functools.cache(lambda name: Stock(folder(name), CASES[name]))
+
+
 @pytest.fixture
-def engine(folder: Folder, request: pytest.FixtureRequest) -> Iterator[DiffusionEngine]:
-    """An engine for the test's family."""
-    name = request.getfixturevalue("name")
-    loaded = load(folder(name))
-    yield loaded
-    assert not loaded.has_work
-    loaded.close()
+def engine(loaded: Callable[[str], DiffusionEngine], request: pytest.FixtureRequest) -> Iterator[DiffusionEngine]:
+    """The engine of the test's family, which the test leaves with nothing to do."""
+    found = loaded(request.getfixturevalue("name"))
+    yield found
+    assert not found.has_work
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("paint-")]
 
 
 @pytest.fixture
-def stock(folder: Folder, request: pytest.FixtureRequest) -> Stock:
-    name = request.getfixturevalue("name")
-    return Stock(folder(name), CASES[name])
+def stock(stocks: Callable[[str], Stock], request: pytest.FixtureRequest) -> Stock:
+    found = stocks(request.getfixturevalue("name"))
+    found.forwards = 0
+    return found
 
 
 def check(events: list[Event], jobs: list[Job], stock: Stock, engine: DiffusionEngine, family: Family) -> None:
