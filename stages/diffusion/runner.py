@@ -16,7 +16,7 @@ from proto.params import Json
 from stages.diffusion import collate
 from stages.diffusion.collate import CannotSplit
 from stages.diffusion.forms import Form
-from stages.diffusion.parking import Call
+from stages.diffusion.parking import PAUSE, Call
 from stages.diffusion.scheduler import Phase
 
 CHECKS: Final = 8
@@ -43,6 +43,8 @@ class Runner:
     def run(self, calls: Sequence[Call], forms: Sequence[Form], max_rows: int) -> list[Json]:
         """The result of each call, all of one bucket. Raises what the call raised, `RowsMix` or `collate.CannotSplit`; after
         the last two the site is in `alone`."""
+        if calls[0].site is PAUSE:
+            return [None] * len(calls)
         if len(calls) > 1:
             results = self._together(calls, forms)
         elif calls[0].site.divisible and forms[0].rules is not None and forms[0].rows > max_rows:

@@ -323,7 +323,7 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     print(machine("torch", "diffusers"), f"{given.threads} threads", sep=", ")
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[given.dtype]
-    heads, layers = (1, 1) if given.quick else (2, 2)
+    heads, layers = (1, 1) if given.quick else (1, 2)
     with tempfile.TemporaryDirectory() as folder:
         where = build(heads, layers, dtype)(Path(folder) / "flux")
         tiny = build(1, 1)(Path(folder) / "tiny")
@@ -335,7 +335,7 @@ def main() -> None:
         print(overheads(tiny, 1 if given.quick else 5, 10 if given.quick else 100))
         print(after_abort(engine))
         print(rows_a_second(pipe, engine, 1 if given.quick else 5, 4 if given.quick else 20))
-        print(arrivals(pipe, engine, 4 if given.quick else 24, 1 if given.quick else 3))
+        print(arrivals(pipe, engine, 4 if given.quick else 24, 1 if given.quick else 5))
 
 
 if __name__ == "__main__":

@@ -333,6 +333,25 @@ def test_shared_calls_are_checked_once_and_the_same_for_all_later_requests(engin
     assert stats(engine)["checks"] == 2  # the denoiser and the decoder
 
 
+def test_pipeline_whose_denoiser_is_not_known_still_stops_at_its_steps(
+    engines: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "DENOISERS", ("transformer",))
+    engine = engines()
+    one, other = job("a", seed=1), job("b", seed=2)
+    expected = [alone(engine, one), alone(engine, other)]
+    events: list[Event] = []
+    engine.submit(one)
+    engine.submit(other)
+    while engine.has_work:
+        new = engine.step()
+        assert all(sum(event.request == name for event in new if isinstance(event, Emit)) <= 2 for name in ("a", "b"))
+        events += new
+    assert torch.equal(latents_of(ends(events)["a"]), latents_of(expected[0]))
+    assert torch.equal(latents_of(ends(events)["b"]), latents_of(expected[1]))
+    assert forwards(engine) == 0
+
+
 # --- encoding and decoding --------------------------------------------------------------------------------------------
 
 
