@@ -186,7 +186,7 @@ def test_requests_in_company_give_what_each_gives_alone(pipeline: Running, here:
         done = flights[prompt].result()
         words = here.words(prompt)
         assert done.text == words
-        off = picture(done.outputs["painter"]).astype(int) - here.paint(words, seed, steps).astype(int)
+        off = np.subtract(picture(done.outputs["painter"]), here.paint(words, seed, steps), dtype=int)
         assert abs(off).max() <= 1  # they share forwards, and kernels for more rows round the other way
     pipeline.until_idle()
 
