@@ -19,6 +19,7 @@ SHORTHAND: Final = "shorthand"
 
 Seconds = Annotated[float, Meta(gt=0, extra={"unit": DURATION})]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": SIZE})]
+SizeOrZero = Annotated[int, Meta(ge=0, extra={"unit": SIZE})]
 Count = Annotated[int, Meta(ge=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 _NAME = Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
@@ -123,6 +124,16 @@ class ArEngineSpec(_Section, frozen=True):
 
 class DiffusionEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
+    step_batching: bool = True  # requests share the denoiser's forwards; false runs one request after the other
+    batch_invariant: bool = False  # no forward is shared, so that no result depends on who else was there
+    max_num_seqs: Count = 8  # requests that are denoised at one time
+    max_rows: Count = 16  # rows of one shared call: images, twice that with guidance
+    max_pixels: Count | None = None  # of all requests at work: width x height x frames x images; more wait, or get 400
+    admission_wait: Seconds | None = None  # an idle stage waits so long for company before it starts a request
+    preview_every: Count | None = None  # send a small picture after every so many steps
+    prompt_cache: SizeOrZero = 256 << 20  # encoded prompts that are kept, in bytes; 0 keeps none
+    vae_slicing: bool = False  # decode one image at a time, with less memory
+    vae_tiling: bool = False  # decode in tiles, with less memory
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 

@@ -162,7 +162,8 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Seconds, measured by the stage. `detail` holds the engine's own parts: encode, denoise, decode, first_token."""
+    """Seconds, measured by the stage. `detail` holds the engine's own parts (encode, denoise, decode,
+    first_token) and its counts (steps, rows, cache_hits)."""
 
     queue_s: float = 0.0  # received to started
     run_s: float = 0.0  # started to finished

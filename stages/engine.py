@@ -102,7 +102,7 @@ class Finished:
     payloads: Mapping[str, OutgoingPayload] = field(default_factory=dict)
     finish_reason: str = "stop"
     usage: Usage = Usage()
-    detail: Mapping[str, float] = field(default_factory=dict)  # seconds, by part of the work
+    detail: Mapping[str, float] = field(default_factory=dict)  # seconds by part of the work, and counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,14 @@ def choose_seeds(params: DiffusionParams) -> tuple[int, ...]:
     return tuple(range(first, first + (params.num_images or 1)))
 
 
+def pixels(params: DiffusionParams, painter: Painter) -> int:
+    """Of all that the request draws: width x height x frames x images. 0 for what has no size."""
+    width, height = painter.recipe.default_size or (0, 0)
+    asked = (params.extra or {}).get("num_frames", painter.signature.defaults.get("num_frames"))
+    frames = asked if isinstance(asked, int) else 1
+    return (params.width or width) * (params.height or height) * frames * (params.num_images or 1)
+
+
 def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> dict[str, Json]:
     """Keyword arguments for the pipeline's `__call__`, but for its output type and callback."""
     arguments: dict[str, Json] = {**painter.recipe.fixed, **_extra(params, painter)}

@@ -1,32 +1,46 @@
-"""The diffusion engine: stock pipelines, one request at a time, one denoising step per `step`.
+"""The diffusion engine: stock pipelines, many requests at once, one unit of work per `step`.
 
-A request is checked when it comes, waits in order, starts, and then advances from one step boundary to the next. Between
-two calls of the engine nothing runs: the request at work is parked at a boundary, so an abort takes effect there at once.
+A request is checked when it comes, waits, is admitted, and then goes from call to call of its pipeline's modules (an encode, a
+forward of the denoiser, a decode), parked in a fiber between them. The scheduler says whose calls are made next; those that
+fit together become one. Between two calls of the engine nothing runs, so an abort takes effect at once, wherever a request is.
 
-Invariant: at most one fiber is alive, and `_running` is its request.
+Invariant: `_requests` holds exactly the requests that the scheduler knows; those not admitted have no fiber.
 """
 
 import logging
-from collections import deque
-from collections.abc import Mapping
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
 
 import msgspec
 import torch
 
-from proto.errors import ErrorCode, ErrorInfo, InvalidRequest
+from proto.deploy import DiffusionStage
+from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
 from proto.ids import RequestId
 from proto.messages import Progress, StageInfo, Started
 from proto.params import Json
-from stages.diffusion import library
-from stages.diffusion.arguments import check
+from stages.diffusion import library, parking
+from stages.diffusion.admission import AtOnce, ForCompany
+from stages.diffusion.arguments import check, pixels
 from stages.diffusion.faults import to_error
+from stages.diffusion.forms import Form
 from stages.diffusion.loading import Painter, load_painter
-from stages.diffusion.request import PaintRequest
+from stages.diffusion.parking import Call
+from stages.diffusion.previews import Previews
+from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
+from stages.diffusion.request import PaintRequest, resume_all
+from stages.diffusion.runner import Runner, lacks_memory
+from stages.diffusion.scheduler import Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 
 log = logging.getLogger(__name__)
 
-METHODS = ("info", "stats")
+METHODS: Final = ("info", "stats", "clear_cache")
+_NAP_S: Final = 0.005
+"""Longest stay in `step` while the admission policy waits for company: new requests come in between steps."""
 
 
 class DiffusionEngine:
@@ -34,100 +48,244 @@ class DiffusionEngine:
 
     def __init__(self) -> None:
         self._painter: Painter | None = None
-        self._queue: deque[PaintRequest] = deque()
-        self._running: PaintRequest | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._counts = {"finished": 0, "failed": 0, "aborted": 0, "steps": 0, "forwards": 0}
+        self._requests: dict[RequestId, PaintRequest] = {}
+        self._forms: dict[RequestId, Form] = {}
+        self._counts: Counter[str] = Counter(finished=0, failed=0, aborted=0, steps=0)
+        self._remove_sites: Callable[[], None] = lambda: None
 
     def load(self, context: LoadContext) -> StageInfo:
-        """Raises `StartError` if the folder cannot be loaded."""
-        self._painter = load_painter(context)
-        self._hooks = [
-            part.register_forward_pre_hook(self._on_forward) for part in library.denoisers(self._painter.pipe)
-        ]
+        """Raises `StartError` if the folder cannot be loaded, or has not what the deploy asks for."""
+        assert isinstance(context.spec, DiffusionStage)
+        painter = self._painter = load_painter(context)
+        spec = self._spec = context.spec.engine
+        missing = library.use_vae(painter.pipe, slicing=spec.vae_slicing, tiling=spec.vae_tiling)
+        if missing:
+            raise StartError(
+                f"stage {context.stage}: engine.vae_{missing[0]}: {painter.info.model} has no VAE that can do it;"
+                " leave it out",
+                stage=context.stage,
+                field=f"engine.vae_{missing[0]}",
+            )
+        together = spec.step_batching and not painter.recipe.exclusive
+        limits = Limits(spec.max_num_seqs if together else 1, spec.max_rows, spec.max_pixels)
+        wait = spec.admission_wait
+        self._scheduler: Scheduler[RequestId] = Scheduler(limits, AtOnce() if wait is None else ForCompany(wait))
+        self._runner = Runner(painter.device)
+        self._prompts = PromptCache(spec.prompt_cache)
+        self._previews = Previews(painter, spec.preview_every)
+        self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         context.report("ready", 1.0)
-        return self._painter.info
+        return painter.info
 
     @property
     def has_work(self) -> bool:
-        return self._running is not None or bool(self._queue)
+        return bool(self._requests)
 
     def submit(self, job: Job) -> None:
         """Raises `InvalidRequest` naming the field, if the pipeline could not run the job."""
         painter = self._loaded()
-        self._queue.append(PaintRequest(job, check(job, painter), painter))
+        request = PaintRequest(job, check(job, painter), painter)
+        try:
+            self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter))
+        except OverBudget as error:
+            raise InvalidRequest(
+                f"stage {painter.stage}: {painter.info.model} draws at most {error.limit} pixels in all images and frames of"
+                f" a request, not {error.cost}; ask for a smaller size or fewer",
+                stage=painter.stage,
+                field="width",
+            ) from error
+        self._requests[job.request] = request
 
     def step(self) -> list[Event]:
-        """Start the next request, or take the one at work to its next step boundary or its end."""
-        if self._running is not None:
-            return [self._advance(self._running)]
-        if not self._queue:
-            return []
-        self._running = self._queue.popleft()
-        return [Emit(self._running.job.request, "", Started(queue_s=self._running.start()))]
+        """Start a request, or make the calls that the scheduler puts together and take their requests to the next ones.
+        Between two such units there may be one that draws a preview."""
+        if self._previews.due():
+            return self._previews.draw()
+        now = time.perf_counter()
+        plan = self._scheduler.schedule(now)
+        if isinstance(plan, Admit):
+            return self._start(self._requests[plan.request])
+        if plan is not None:
+            return self._run(plan)
+        threading.Event().wait(min(self._scheduler.wait_s(now), _NAP_S))
+        return []
 
     def abort(self, request: RequestId) -> None:
-        """Forget the request, waiting or at work. Unknown ones are done already."""
-        if self._running is not None and self._running.job.request == request:
-            self._running.abort()
-            self._running = None
+        """Forget the request, wherever it is. Unknown ones are done already."""
+        if self._scheduler.remove(request):
+            self._requests.pop(request).abort()
+            self._forms.pop(request, None)
+            self._previews.forget(request)
             self._counts["aborted"] += 1
-            return
-        kept = [waiting for waiting in self._queue if waiting.job.request != request]
-        self._counts["aborted"] += len(self._queue) - len(kept)
-        self._queue = deque(kept)
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
-        """`info`: what the stage said when it loaded. `stats`: counts since then."""
+        """`info`: what the stage said when it loaded. `stats`: counts since then. `clear_cache`: forget encoded prompts."""
         if method == "info":
             return msgspec.to_builtins(self._loaded().info)
         if method == "stats":
-            return {**msgspec.to_builtins(self.stats()), **self._counts}
+            return {**msgspec.to_builtins(self.stats()), **self._counts, **self._cache_counts()}
+        if method == "clear_cache":
+            self._prompts.clear()
+            return self._cache_counts()
         raise InvalidRequest(f"no method {method!r}; a diffusion stage has {', '.join(METHODS)}", field="method")
 
     def stats(self) -> EngineStats:
-        return EngineStats(queued=len(self._queue), running=int(self._running is not None))
+        return EngineStats(queued=self._scheduler.queued, running=self._scheduler.running)
 
     def close(self) -> None:
-        """End the request at work and give the weights back."""
-        if self._running is not None:
-            self._running.abort()
-        self._running = None
-        self._queue.clear()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        """End the requests at work and give the weights back."""
+        for request in list(self._requests):
+            self.abort(request)
+        self._remove_sites()
+        self._remove_sites = lambda: None
         self._painter = None
 
-    def _advance(self, running: PaintRequest) -> Event:
-        request = running.job.request
+    # --- one unit of work ---------------------------------------------------------------------------------------------
+
+    def _start(self, request: PaintRequest) -> list[Event]:
+        started = Emit(request.job.request, "", Started(queue_s=request.start()))
+        return [started, *self._advance([request])]
+
+    def _run(self, group: Group[RequestId]) -> list[Event]:
+        """Make the group's calls and resume its requests. What raises in company is made again one by one."""
+        requests = [self._requests[name] for name in group.requests]
+        calls = [request.call for request in requests if request.call is not None]
+        forms = [self._forms[name] for name in group.requests]
+        began = time.perf_counter()
         try:
-            reached = running.advance()
-        except Exception as error:  # noqa: BLE001 - the fault boundary of a request: the next one goes on
-            self._running = None
-            self._counts["failed"] += 1
-            return Failed(request, self._explain(error, running))
-        if isinstance(reached, Progress):
-            self._counts["steps"] += 1
-            return Emit(request, "", reached)
-        self._running = None
-        self._counts["finished"] += 1
-        return reached
+            with torch.inference_mode():
+                results = self._make(calls, forms, group)
+        except Exception as error:  # noqa: BLE001 - the fault boundary of a call: it is its request's, if of anyone
+            if self._may_retry(group, calls, forms, error):
+                return []
+            calls[0].fail(error)
+        else:
+            for call, result in zip(calls, results, strict=True):
+                call.answer(result)
+        self._meter(requests, forms, group.phase, time.perf_counter() - began)
+        return self._advance(requests)
+
+    def _make(self, calls: list[Call], forms: list[Form], group: Group[RequestId]) -> list[Json]:
+        """Equal prompts among the calls are encoded once, and kept."""
+        if group.phase is not Phase.ENCODE:
+            return self._runner.run(calls, forms, group.max_rows)
+        keys = [prompt_key(call) for call in calls]
+        same = [keys.index(key) if key is not None else at for at, key in enumerate(keys)]  # the first that asks it
+        chosen = sorted(set(same))
+        made = self._runner.run([calls[at] for at in chosen], [forms[at] for at in chosen], group.max_rows)
+        results = dict(zip(chosen, made, strict=True))
+        for at in chosen:
+            if keys[at] is not None:
+                self._prompts.put(keys[at], results[at])
+        for at in set(range(len(calls))) - set(chosen):
+            results[at] = copied(results[same[at]])
+            self._requests[group.requests[at]].meter.cache_hits += 1
+        return [results[at] for at in range(len(calls))]
+
+    def _may_retry(self, group: Group[RequestId], calls: list[Call], forms: list[Form], error: Exception) -> bool:
+        """Whether the calls are to be made again: with fewer rows if memory was short, else each by itself."""
+        rows = sum(form.rows for form in forms)
+        if lacks_memory(error):
+            self._runner.release_memory()
+            fewer = min(rows, group.max_rows) > 1
+            if fewer and (len(calls) > 1 or (calls[0].site.divisible and forms[0].rules is not None)):
+                log.warning("stage %s: no memory for %d rows of %s", self._stage(), rows, calls[0].site.name)
+                self._scheduler.shrink(group.phase, rows)
+                self._scheduler.retry(group)
+                return True
+        if len(calls) == 1:
+            return False
+        log.warning(
+            "stage %s: %d calls of %s raised together", self._stage(), len(calls), calls[0].site.name, exc_info=error
+        )
+        self._scheduler.retry(group, alone=True)
+        return True
 
     @staticmethod
-    def _explain(error: Exception, running: PaintRequest) -> ErrorInfo:
-        painter = running.painter
-        info = to_error(error, painter.stage, painter.info.model, running.steps)
+    def _meter(requests: list[PaintRequest], forms: list[Form], phase: Phase, seconds: float) -> None:
+        total = sum(form.rows for form in forms)
+        for request, form in zip(requests, forms, strict=True):
+            request.meter.called(phase, seconds, form.rows, total)
+
+    def _advance(self, requests: list[PaintRequest]) -> list[Event]:
+        """Take the requests to their next calls that have no answer yet, or to their ends; what they did on the way."""
+        resume_all(requests)
+        return [event for request in requests for event in self._settle(request)]
+
+    def _settle(self, request: PaintRequest) -> list[Event]:
+        """What comes of a request that has just stopped: its next call, or its end."""
+        name = request.job.request
+        try:
+            call = request.call
+            while call is not None and self._answer_from_cache(request, call):
+                call = request.resume()
+            events = self._progress(request)
+            if call is None:
+                events.append(request.finish())
+                self._forget(name, "finished")
+            else:
+                form = self._forms[name] = request.forms.read(call)
+                self._scheduler.update(name, self._work(call, form))
+        except Exception as error:  # noqa: BLE001 - the fault boundary of a request: the others go on
+            events = self._progress(request)
+            request.abort()
+            self._forget(name, "failed")
+            events.append(Failed(name, self._explain(error, request)))
+        return events
+
+    def _answer_from_cache(self, request: PaintRequest, call: Call) -> bool:
+        if call.site.phase is not Phase.ENCODE or not (key := prompt_key(call)):
+            return False
+        found = self._prompts.get(key)
+        if found is None:
+            return False
+        request.meter.cache_hits += 1
+        call.answer(found)
+        return True
+
+    def _work(self, call: Call, form: Form) -> Work:
+        alone = form.rules is None or self._spec.batch_invariant or call.site.name in self._runner.alone
+        return Work(call.site.phase, form.bucket, form.exact, form.rows, alone)
+
+    def _progress(self, request: PaintRequest) -> list[Event]:
+        steps = request.take_steps()
+        self._counts["steps"] += len(steps)
+        for one in steps:
+            self._previews.step_done(request, one)
+        return [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
+
+    def _forget(self, name: RequestId, how: str) -> None:
+        self._scheduler.update(name, None)
+        del self._requests[name]
+        self._forms.pop(name, None)
+        self._previews.forget(name)
+        self._counts[how] += 1
+
+    def _cache_counts(self) -> dict[str, Json]:
+        cache = self._prompts
+        counts = {phase.value + "_calls": self._runner.forwards[phase] for phase in Phase}
+        return {
+            **counts,
+            "forwards": self._runner.forwards[Phase.DENOISE],
+            "checks": self._runner.checks,
+            "prompts_kept": len(cache),
+            "prompt_bytes": cache.size,
+            "prompt_hits": cache.hits,
+            "prompt_misses": cache.misses,
+        }
+
+    @staticmethod
+    def _explain(error: Exception, request: PaintRequest) -> ErrorInfo:
+        painter = request.painter
+        info = to_error(error, painter.stage, painter.info.model, request.meter.steps)
         if info.code is ErrorCode.INVALID_REQUEST:
-            log.info("stage %s: request %s: %s", painter.stage, running.job.request, info.message)
+            log.info("stage %s: request %s: %s", painter.stage, request.job.request, info.message)
         else:
-            log.warning("stage %s: request %s failed", painter.stage, running.job.request, exc_info=error)
+            log.warning("stage %s: request %s failed", painter.stage, request.job.request, exc_info=error)
         return info
 
-    def _on_forward(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._counts["forwards"] += 1
-        if self._running is not None:
-            self._running.saw_forward()
+    def _stage(self) -> str:
+        return self._loaded().stage
 
     def _loaded(self) -> Painter:
         if self._painter is None:

@@ -9,12 +9,15 @@ from typing import Final
 
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
 from proto.params import Json
 
 DENOISERS: Final = ("transformer", "transformer_2", "unet", "prior", "decoder")
 """Components that are called at every denoising step, in the order of their importance."""
 
+_ENCODERS = ("text_encoder", "image_encoder", "vision_language_encoder", "language_model")
+_AUTOENCODERS = ("vae", "movq", "vqgan")
 _SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "movq_scale_factor")
 _SAMPLE_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
 
@@ -28,9 +31,49 @@ def schedulers(pipe: DiffusionPipeline) -> dict[str, SchedulerMixin]:
     return {name: part for name, part in pipe.components.items() if isinstance(part, SchedulerMixin)}
 
 
-def denoisers(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
+def denoisers(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """By name, the most important first."""
     found = modules(pipe)
-    return [found[name] for name in DENOISERS if name in found]
+    return {name: found[name] for name in DENOISERS if name in found}
+
+
+def encoders(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The components that read prompts and pictures, by name."""
+    return {name: part for name, part in modules(pipe).items() if name.startswith(_ENCODERS)}
+
+
+def autoencoders(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The components that turn latents into pictures or sound, by name."""
+    return {name: part for name, part in modules(pipe).items() if name.endswith(_AUTOENCODERS)}
+
+
+def recast(module: torch.nn.Module) -> bool:
+    """Whether pipelines change the module's dtype for the time of a call: half-precision VAEs that would overflow. Others
+    must not come in between."""
+    return bool(setting(module, "force_upcast")) and next(module.parameters()).dtype is torch.float16
+
+
+def is_inert(site: str, value: Json) -> bool:
+    """Whether an object among a call's arguments changes nothing: GLM-Image's cache when nothing is to be cached, and the
+    generator that decoders take for the sake of one that draws noise."""
+    if isinstance(value, torch.Generator):
+        return site.endswith(".decode")
+    if isinstance(value, GlmImageKVCache):
+        return all(layer.mode is None for layer in value.caches)
+    return False
+
+
+def use_vae(pipe: DiffusionPipeline, *, slicing: bool, tiling: bool) -> list[str]:
+    """Turn the VAE's memory savers on. Returns those that it does not have."""
+    found = autoencoders(pipe).values()
+    missing = []
+    for wanted, switch in ((slicing, "enable_slicing"), (tiling, "enable_tiling")):
+        able = [part for part in found if switch in dir(part)]
+        if wanted and not able:
+            missing.append(switch.removeprefix("enable_"))
+        for part in able if wanted else ():
+            getattr(part, switch)()
+    return missing
 
 
 def attribute(pipe: DiffusionPipeline, *names: str) -> Json:
@@ -51,12 +94,23 @@ def setting(component: Json, *names: str) -> Json:
 def denoiser_setting(pipe: DiffusionPipeline, *names: str) -> Json:
     """`setting` of the main denoiser."""
     found = denoisers(pipe)
-    return setting(found[0], *names) if found else None
+    return setting(next(iter(found.values())), *names) if found else None
 
 
 def scale_factor(pipe: DiffusionPipeline) -> int:
     """Pixels per latent, along one side."""
     return int(attribute(pipe, *_SPATIAL) or 1)
+
+
+def unpacked(
+    pipe: DiffusionPipeline, latents: torch.Tensor, height: int | None, width: int | None
+) -> torch.Tensor | None:
+    """Latents of tokens as the decoder has them, for pipelines that pack 2 x 2 of them; None for others."""
+    unpack = getattr(pipe, "_unpack_latents", None)
+    if unpack is None or height is None or width is None:
+        return None
+    result = unpack(latents, height, width, scale_factor(pipe))
+    return result if isinstance(result, torch.Tensor) else None
 
 
 def patch_size(pipe: DiffusionPipeline) -> int:

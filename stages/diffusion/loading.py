@@ -29,6 +29,8 @@ from stages.engine import LoadContext
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
+_ABSENT: Final = [None, None]
+"""What an index says of a component that the folder has not. A stage that gets embeddings needs no text encoder."""
 _NEGATIVES: Final = ("negative_prompt_embeds", "negative_generated_prompt_embeds")  # filled by companions
 _INPUTS: Final = (*(name for name in INPUTS["diffusion"] if name != "kv"), *_NEGATIVES)
 
@@ -142,9 +144,16 @@ def _load(
         report(f"loading {name} ({cls.__name__})", 0.9 * done / len(classes))
         parts[name] = cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype)
     report(f"assembling {pipeline_class.__name__}", 0.9)
-    pipe = pipeline_class.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **parts)
+    absent = dict.fromkeys(name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name]))
+    pipe = pipeline_class.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **parts, **absent
+    )
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
 
 
 def _model_class(entry: Json) -> Json:

@@ -14,9 +14,11 @@ from diffusers import DiffusionPipeline
 from proto.params import Json
 from stages.diffusion import library
 from stages.diffusion.signature import CallSignature
+from stages.diffusion.traits import Traits
 
 _NEEDS_IMAGE = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "Image2Video", "ImageVariation", "Upscale", "ControlNet")
 _NO_LATENTS = ("DiTPipeline", "LDM", "Marigold", "KandinskyCombined", "StableCascadeCombined", "ShapE", "RFD4")
+_CHANGES_MODULES = ("PAG", "SAG", "AttendAndExcite", "LEdits", "TextToVideoZero", "Pix2PixZero")
 _DECODERS = ("vae", "vqvae", "movq", "vqgan")
 
 
@@ -24,7 +26,9 @@ _DECODERS = ("vae", "vqvae", "movq", "vqgan")
 class Recipe:
     """`media`: outputs other than latents. `count`: argument for how many per prompt. `guidance`: argument that
     `guidance_scale` means. `fixed`: arguments passed unless the request's `extra` has them. `fps` is for videos whose
-    pipeline takes no frame rate. `final_latents`: the last step's latents are what output_type="latent" returns."""
+    pipeline takes no frame rate. `final_latents`: the last step's latents are what output_type="latent" returns.
+    `traits`: what its modules' arguments are. `exclusive`: it changes its shared modules while it runs, so that no other
+    request may be at work meanwhile."""
 
     media: tuple[str, ...] = ("image",)
     latents: bool = True
@@ -39,6 +43,8 @@ class Recipe:
     fps: float = 16.0
     sample_rate: int | None = None  # of audio, in Hz
     fixed: Mapping[str, Json] = field(default_factory=dict)
+    traits: Traits = field(default_factory=Traits)
+    exclusive: bool = False
 
 
 def recipe_for(pipe: DiffusionPipeline, signature: CallSignature) -> Recipe:
@@ -52,6 +58,7 @@ def recipe_for(pipe: DiffusionPipeline, signature: CallSignature) -> Recipe:
 def _from_signature(pipe: DiffusionPipeline, name: str, signature: CallSignature) -> Recipe:
     has_decoder = any(part in pipe.components for part in _DECODERS)
     return Recipe(
+        exclusive=any(word in name for word in _CHANGES_MODULES),
         media=_media(pipe, signature),
         latents=has_decoder and "output_type" in signature and not name.startswith(_NO_LATENTS),
         count=signature.first("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"),
@@ -99,6 +106,9 @@ def _default_size(pipe: DiffusionPipeline, signature: CallSignature) -> tuple[in
 # --- families ---------------------------------------------------------------------------------------------------------
 
 
+_MASKED: Final = Traits(masked={"encoder_hidden_states": "encoder_attention_mask"})
+
+
 def _binned(*sample_sizes: int) -> Callable[[DiffusionPipeline, Recipe], Recipe]:
     """The pipeline draws at the nearest trained size and resizes, so any size will do; for denoisers of other sizes it
     has no table and raises unless told not to."""
@@ -112,11 +122,13 @@ def _binned(*sample_sizes: int) -> Callable[[DiffusionPipeline, Recipe], Recipe]
 
 
 def _sana(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
+    recipe = replace(recipe, traits=_MASKED)
     multiple = math.lcm(recipe.size_multiple, 32)  # checked as a constant
     return _binned(16, 32, 64, 128)(pipe, replace(recipe, size_multiple=multiple))
 
 
 def _pixart(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
+    recipe = replace(recipe, traits=_MASKED)
     multiple = math.lcm(recipe.size_multiple, 8)  # checked as a constant
     return _binned(32, 64, 128, 256)(pipe, replace(recipe, size_multiple=multiple))
 
@@ -135,7 +147,10 @@ def _qwen_image(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
     distilled = bool(library.denoiser_setting(pipe, "guidance_embeds"))
     layered = type(pipe).__name__.startswith("QwenImageLayered")
     return replace(
-        recipe, guidance=recipe.guidance if distilled else "true_cfg_scale", image_mode="RGBA" if layered else "RGB"
+        recipe,
+        guidance=recipe.guidance if distilled else "true_cfg_scale",
+        image_mode="RGBA" if layered else "RGB",
+        traits=Traits(masked={"encoder_hidden_states": "encoder_hidden_states_mask"}),
     )
 
 
@@ -145,7 +160,12 @@ def _glm_image(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
 
 
 def _z_image(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
-    return replace(recipe, default_size=recipe.default_size or (1024, 1024))
+    ragged = Traits(lists=frozenset({"x", "cap_feats"}))
+    return replace(recipe, default_size=recipe.default_size or (1024, 1024), traits=ragged)
+
+
+def _lumina2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
+    return replace(recipe, traits=_MASKED)
 
 
 def _ltx2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
@@ -158,6 +178,7 @@ _FAMILIES: Final[Mapping[str, Callable[[DiffusionPipeline, Recipe], Recipe]]] = 
     "GlmImage": _glm_image,
     "HunyuanVideo": _at_least(16, fps=15.0),
     "Kandinsky5": _at_least(16, fps=24.0),
+    "Lumina2": _lumina2,
     "LTX": _at_least(32, fps=24.0),
     "LTX2": _ltx2,
     "Mochi": _at_least(16, fps=30.0),

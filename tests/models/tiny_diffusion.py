@@ -46,7 +46,7 @@ from stages.demo.tiny_painter import letter_tokenizer
 Builder = Callable[[Path], Path]
 
 
-def _seeded(build: Callable[[Path], None]) -> Builder:
+def seeded_build(build: Callable[[Path], None]) -> Builder:
     """Build with a seed of its own, leaving the process's random state alone."""
 
     @wraps(build)
@@ -59,13 +59,13 @@ def _seeded(build: Callable[[Path], None]) -> Builder:
     return seeded
 
 
-@_seeded
+@seeded_build
 def build_tiny_sd(folder: Path) -> None:
     """StableDiffusion (UNet, Euler), 64 x 64. Also loads as StableDiffusionImg2ImgPipeline."""
     tiny_painter.build(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_sd3(folder: Path) -> None:
     """StableDiffusion3: transformer, flow matching, three text encoders, 32 x 32, sizes in multiples of 4."""
     StableDiffusion3Pipeline(
@@ -83,17 +83,17 @@ def build_tiny_sd3(folder: Path) -> None:
             pos_embed_max_size=32,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=_image_vae(4),
-        text_encoder=CLIPTextModelWithProjection(_clip_config()),
+        vae=image_vae(4),
+        text_encoder=CLIPTextModelWithProjection(clip_config()),
         tokenizer=letter_tokenizer(),
-        text_encoder_2=CLIPTextModelWithProjection(_clip_config()),
+        text_encoder_2=CLIPTextModelWithProjection(clip_config()),
         tokenizer_2=letter_tokenizer(),
-        text_encoder_3=T5EncoderModel(_t5_config(T5Config, width=64)),
+        text_encoder_3=T5EncoderModel(t5_config(T5Config, width=64)),
         tokenizer_3=t5_tokenizer(),
     ).save_pretrained(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_flux(folder: Path) -> None:
     """Flux: packed latents, guidance as an input; sizes in multiples of 4."""
     FluxPipeline(
@@ -110,15 +110,15 @@ def build_tiny_flux(folder: Path) -> None:
             guidance_embeds=True,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=_image_vae(4),
-        text_encoder=CLIPTextModel(_clip_config()),
+        vae=image_vae(4),
+        text_encoder=CLIPTextModel(clip_config()),
         tokenizer=letter_tokenizer(),
-        text_encoder_2=T5EncoderModel(_t5_config(T5Config)),
+        text_encoder_2=T5EncoderModel(t5_config(T5Config)),
         tokenizer_2=t5_tokenizer(),
     ).save_pretrained(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_pixart(folder: Path) -> None:
     """PixArt-Sigma: no step callback; takes `prompt_embeds` (tokens, 32) from another stage."""
     PixArtSigmaPipeline(
@@ -135,13 +135,13 @@ def build_tiny_pixart(folder: Path) -> None:
             use_additional_conditions=False,
         ),
         scheduler=DPMSolverMultistepScheduler(),
-        vae=_image_vae(4),
-        text_encoder=T5EncoderModel(_t5_config(T5Config)),
+        vae=image_vae(4),
+        text_encoder=T5EncoderModel(t5_config(T5Config)),
         tokenizer=t5_tokenizer(),
     ).save_pretrained(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_wan(folder: Path) -> None:
     """Wan: video, UniPC, sizes in multiples of 16."""
     WanPipeline(
@@ -163,12 +163,12 @@ def build_tiny_wan(folder: Path) -> None:
         vae=AutoencoderKLWan(
             base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
         ),
-        text_encoder=UMT5EncoderModel(_t5_config(UMT5Config)),
+        text_encoder=UMT5EncoderModel(t5_config(UMT5Config)),
         tokenizer=t5_tokenizer(),
     ).save_pretrained(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_ddim(folder: Path) -> None:
     """Unconditional DDIM: neither a prompt nor a step callback nor a size."""
     DDIMPipeline(
@@ -184,7 +184,7 @@ def build_tiny_ddim(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-@_seeded
+@seeded_build
 def build_tiny_dance(folder: Path) -> None:
     """DanceDiffusion: unconditional stereo sound at 16 kHz, 1024 samples; its call has no output type."""
     DanceDiffusionPipeline(
@@ -214,7 +214,7 @@ def t5_tokenizer() -> T5Tokenizer:
     )
 
 
-def _t5_config(config: type[T5Config] | type[UMT5Config], width: int = 32) -> T5Config | UMT5Config:
+def t5_config(config: type[T5Config] | type[UMT5Config], width: int = 32) -> T5Config | UMT5Config:
     return config(
         vocab_size=len(t5_tokenizer()),
         d_model=width,
@@ -226,7 +226,7 @@ def _t5_config(config: type[T5Config] | type[UMT5Config], width: int = 32) -> T5
     )
 
 
-def _clip_config() -> CLIPTextConfig:
+def clip_config() -> CLIPTextConfig:
     tokenizer = letter_tokenizer()
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
@@ -242,8 +242,8 @@ def _clip_config() -> CLIPTextConfig:
     )
 
 
-def _image_vae(latent_channels: int) -> AutoencoderKL:
-    """Two pixels a latent."""
+def image_vae(latent_channels: int, mean: list[float] | None = None, std: list[float] | None = None) -> AutoencoderKL:
+    """Two pixels a latent. `mean` and `std` for pipelines that scale each channel."""
     return AutoencoderKL(
         block_out_channels=(8, 8),
         down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
@@ -254,4 +254,6 @@ def _image_vae(latent_channels: int) -> AutoencoderKL:
         use_post_quant_conv=False,
         shift_factor=0.06,
         scaling_factor=1.5,
+        latents_mean=mean,
+        latents_std=std,
     )

@@ -186,7 +186,8 @@ def test_requests_in_company_give_what_each_gives_alone(pipeline: Running, here:
         done = flights[prompt].result()
         words = here.words(prompt)
         assert done.text == words
-        assert picture(done.outputs["painter"]).tobytes() == here.paint(words, seed, steps).tobytes()
+        off = np.subtract(picture(done.outputs["painter"]), here.paint(words, seed, steps), dtype=int)
+        assert abs(off).max() <= 1  # they share forwards, and kernels for more rows round the other way
     pipeline.until_idle()
 
 

@@ -1,0 +1,228 @@
+"""Who works next: a pure scheduler, told what every request waits for and asked for one unit of work at a time.
+
+A request waits in the queue, is admitted, and then alternates between *parked* (at a call that it wants made: an encode, a
+forward of the denoiser, a decode) and *at work* (planned). Calls of one bucket can be made together. No torch here.
+
+    add -> queued -> Admit -> at work -> update(work) -> parked -> Group -> at work -> update(None)
+                                                            ^---- retry ------'
+
+Policy: the call that has been parked longest leads, and others of its bucket ride along, oldest first, as far as rows allow.
+So buckets take turns whatever their sizes, newcomers catch up with their bucket, and encodes and decodes run between steps.
+
+Invariants
+- A parked call is planned within as many groups as there are requests at work, its own included: nothing starves.
+- A group never has more than the phase's row budget, unless it is one call that is larger by itself.
+- No more than `max_num_seqs` requests and `max_cost` are admitted at one time.
+"""
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from stages.diffusion.admission import Admission, AtOnce, Queue
+
+Id = TypeVar("Id", bound=Hashable)
+
+MAX_OVERTAKES: Final = 16
+"""Requests that may start before one that came earlier but does not fit into the cost budget yet."""
+REGROW_AFTER: Final = 64
+"""Groups without a lack of memory after which a reduced row budget is doubled again."""
+
+
+class Phase(enum.Enum):
+    ENCODE = "encode"
+    DENOISE = "denoise"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call that a request is parked at. Calls of one `bucket` can be made together; of those, calls with the same
+    `exact` need no padding and go first. `alone`: never together with others."""
+
+    phase: Phase
+    bucket: Hashable
+    exact: Hashable = None
+    rows: int = 1
+    alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_cost` bounds the sum of what the admitted requests were added with; None is no bound."""
+
+    max_num_seqs: int = 8
+    max_rows: int = 16
+    max_cost: int | None = None
+
+
+class Admit(NamedTuple, Generic[Id]):
+    request: Id
+
+
+class Group(NamedTuple, Generic[Id]):
+    """One call for all of `requests`. `max_rows` is the row budget that it was planned with."""
+
+    phase: Phase
+    requests: tuple[Id, ...]
+    max_rows: int
+
+
+class OverBudget(ValueError):
+    """The request would not fit even alone: it costs more than the limit."""
+
+    def __init__(self, cost: int, limit: int) -> None:
+        super().__init__(f"{cost} is more than {limit}")
+        self.cost = cost
+        self.limit = limit
+
+
+@dataclass(slots=True)
+class _Waiting:
+    cost: int
+    since: float
+    overtaken: int = 0
+
+
+@dataclass(slots=True)
+class _Running:
+    cost: int
+    work: Work | None = None  # the call that it is parked at or, once planned, at work on
+    parked_at: int = 0  # groups planned before it parked
+    parked: bool = False
+    alone: bool = False  # its call is to be made by itself, since it failed in company
+
+
+class Scheduler(Generic[Id]):
+    """See the module's docstring. Times are seconds of any clock that does not go back."""
+
+    def __init__(self, limits: Limits, admission: Admission | None = None) -> None:
+        self._limits = limits
+        self._admission = admission or AtOnce()
+        self._queue: dict[Id, _Waiting] = {}  # in order of arrival
+        self._running: dict[Id, _Running] = {}
+        self._groups = 0
+        self._budgets = dict.fromkeys(Phase, limits.max_rows)
+        self._unharmed = dict.fromkeys(Phase, 0)
+
+    # --- what happened ------------------------------------------------------------------------------------------------
+
+    def add(self, request: Id, now: float, cost: int = 0) -> None:
+        """A request has come. Raises `OverBudget` if it would not fit even alone."""
+        if request in self._queue or request in self._running:
+            raise ValueError(f"request {request} is here already")
+        if self._limits.max_cost is not None and cost > self._limits.max_cost:
+            raise OverBudget(cost, self._limits.max_cost)
+        self._queue[request] = _Waiting(cost, now)
+
+    def update(self, request: Id, work: Work | None) -> None:
+        """An admitted request has parked at `work`, or has ended (None)."""
+        if work is None:
+            del self._running[request]
+            return
+        running = self._running[request]
+        running.work, running.parked, running.alone, running.parked_at = work, True, work.alone, self._groups
+
+    def retry(self, group: Group[Id], *, alone: bool = False) -> None:
+        """Nobody's call was made: all are parked as before. `alone`: each is to be made by itself."""
+        for request in group.requests:
+            running = self._running[request]
+            running.parked = True
+            running.alone = running.alone or alone
+
+    def shrink(self, phase: Phase, rows: int) -> None:
+        """`rows` were too many for the memory: half of them from now on."""
+        self._budgets[phase] = max(1, min(rows, self._budgets[phase]) // 2)
+        self._unharmed[phase] = 0
+
+    def remove(self, request: Id) -> bool:
+        """Forget a request, waiting, parked or at work; whether it was here."""
+        return self._queue.pop(request, None) is not None or self._running.pop(request, None) is not None
+
+    # --- what next ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Admit[Id] | Group[Id] | None:
+        """The next unit of work, from now on at work. None if there is nothing to do now."""
+        admitted = self._admit(now)
+        if admitted is not None:
+            return Admit(admitted)
+        return self._group()
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the admission policy will start someone, if nothing else happens."""
+        return self._admission.wait_s(self._view(now)) if self._queue else 0.0
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def row_budget(self, phase: Phase) -> int:
+        return self._budgets[phase]
+
+    def _view(self, now: float) -> Queue:
+        first = next(iter(self._queue.values()))
+        free = self._limits.max_num_seqs - len(self._running)
+        return Queue(len(self._queue), now - first.since, len(self._running), free)
+
+    def _admit(self, now: float) -> Id | None:
+        """The first that fits. Who does not fit is overtaken so often and no more: then all wait for it."""
+        if not self._queue or len(self._running) >= self._limits.max_num_seqs:
+            return None
+        if self._admission.wait_s(self._view(now)) > 0:
+            return None
+        passed: list[_Waiting] = []
+        for request, waiting in self._queue.items():
+            if self._fits(waiting.cost):
+                for one in passed:
+                    one.overtaken += 1
+                del self._queue[request]
+                self._running[request] = _Running(waiting.cost)
+                return request
+            if waiting.overtaken >= MAX_OVERTAKES:
+                return None
+            passed.append(waiting)
+        return None
+
+    def _fits(self, cost: int) -> bool:
+        limit = self._limits.max_cost
+        return limit is None or cost + sum(one.cost for one in self._running.values()) <= limit
+
+    def _group(self) -> Group[Id] | None:
+        parked = [(one.parked_at, request, one) for request, one in self._running.items() if one.parked]
+        if not parked:
+            return None
+        _, lead, first = min(parked, key=lambda entry: entry[0])
+        work = first.work
+        assert work is not None
+        budget = self._budgets[work.phase]
+        chosen, rows = [lead], work.rows
+        if not first.alone:
+            company = [
+                (one.work.exact != work.exact, parked_at, one.work.rows, request)
+                for parked_at, request, one in parked
+                if one is not first and one.work is not None and not one.alone and _together(one.work, work)
+            ]
+            for _, _, more, request in sorted(company, key=lambda entry: entry[:2]):
+                if rows + more <= budget:
+                    chosen.append(request)
+                    rows += more
+        for request in chosen:
+            self._running[request].parked = False
+        self._groups += 1
+        self._regrow(work.phase)
+        return Group(work.phase, tuple(chosen), budget)
+
+    def _regrow(self, phase: Phase) -> None:
+        self._unharmed[phase] += 1
+        if self._unharmed[phase] > REGROW_AFTER:
+            self._unharmed[phase] = 0
+            self._budgets[phase] = min(self._limits.max_rows, 2 * self._budgets[phase])
+
+
+def _together(one: Work, other: Work) -> bool:
+    return one.phase is other.phase and one.bucket == other.bucket
