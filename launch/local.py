@@ -2,6 +2,7 @@
 
 Invariants: no process outlives `stop`; none outlives this process either, however it ends, because each child watches a
 pipe whose only writing end is here. A stage that dies before it was ever up is not restarted: that is a failed start.
+Whether it was up it says itself, once its engine has loaded, by a byte in a pipe of its own; no time limit could tell.
 """
 
 import contextlib
@@ -17,19 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from launch.addresses import from_here
 from launch.deploy_file import load_deploy
 from launch.environment import child_environment
 from omni.events import ChildExited
 from proto.deploy import Deploy
 from proto.ids import StageName
-from stages.worker import EXIT_NOT_LOADED
+from proto.sockets import is_loopback, split_endpoint
 
 log = logging.getLogger("omni.launch")
 
-UP_AFTER_S = 20.0
-"""A process that lived so long was in service, and is started again when it dies."""
-
-RESTART_DELAYS_S: Final = (0.0, 1.0, 2.0, 5.0, 10.0)
+RESTART_DELAYS_S: tuple[float, ...] = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Before the first, second, ... restart of one replica. After that it stays down."""
 
 FORGIVEN_AFTER_S: Final = 600.0
@@ -41,6 +40,7 @@ class _Child:
     stage: StageName
     replica: int
     process: subprocess.Popen[bytes]
+    up: int  # where its byte comes out
     started_at: float
     restarts: int
 
@@ -63,7 +63,7 @@ class LocalLauncher:
         return load_deploy(source, overrides).deploy
 
     def start(self, deploy: Deploy, master: str, on_exit: Callable[[ChildExited], None]) -> None:
-        self._deploy, self._master, self._on_exit = deploy, master, on_exit
+        self._deploy, self._master, self._on_exit = deploy, from_here(master), on_exit
         self._alive_read, self._alive_write = os.pipe()
         for name, stage in deploy.stages.items():
             for replica in range(stage.local_replicas):
@@ -74,6 +74,7 @@ class LocalLauncher:
             if self._stopping.is_set():
                 return
             env, device = child_environment(self._deploy.stages[stage], replica, self._deploy)
+            up_read, up_write = os.pipe()
             command = [
                 *(sys.executable, "-m", "launch.stage", "--master", self._master, "--stage", stage),
                 *(
@@ -84,17 +85,26 @@ class LocalLauncher:
                     "--exit-with-master",
                     "--parent-fd",
                     str(self._alive_read),
+                    "--up-fd",
+                    str(up_write),
                 ),
+                *(() if is_loopback(split_endpoint(self._master)[0]) else ("--insecure",)),  # the deploy has allowed it
                 *self._stage_options,
             ]
-            process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                pass_fds=(self._alive_read,),
-                start_new_session=True,  # Ctrl-C is for the master, which then ends its stages in order
-            )
-            child = _Child(stage, replica, process, time.monotonic(), restarts)
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(self._alive_read, up_write),
+                    start_new_session=True,  # Ctrl-C is for the master, which then ends its stages in order
+                )
+            except BaseException:
+                os.close(up_read)
+                raise
+            finally:
+                os.close(up_write)
+            child = _Child(stage, replica, process, up_read, time.monotonic(), restarts)
             self._children[process.pid] = child
             watcher = threading.Thread(target=self._watch, args=(child,), name=f"watch-{process.pid}", daemon=True)
             self._watchers.append(watcher)
@@ -102,13 +112,14 @@ class LocalLauncher:
 
     def _watch(self, child: _Child) -> None:
         code = child.process.wait()
+        was_up = _said_up(child.up)
         with self._lock:
             self._children.pop(child.process.pid, None)
         if self._stopping.is_set():
             return
         lived = time.monotonic() - child.started_at
         restarts = 0 if lived >= FORGIVEN_AFTER_S else child.restarts
-        restart = _is_worth_a_restart(code, lived, restarts)
+        restart = _is_worth_a_restart(code, was_up, restarts)
         level = logging.WARNING if code else logging.INFO
         log.log(level, "stage %s/%s: process %d ended with %d", child.stage, child.replica, child.process.pid, code)
         self._on_exit(ChildExited(child.stage, child.replica, child.process.pid, code, restart))
@@ -143,9 +154,20 @@ class LocalLauncher:
         self._alive_read, self._alive_write = -1, -1
 
 
-def _is_worth_a_restart(code: int, lived_s: float, restarts: int) -> bool:
+def _said_up(fd: int) -> bool:
+    """Whether a process that has ended was up before, as it said in its pipe; closes the pipe."""
+    os.set_blocking(fd, False)  # a process that it started may still hold the other end
+    try:
+        return os.read(fd, 1) != b""
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _is_worth_a_restart(code: int, was_up: bool, restarts: int) -> bool:
     """Not one that was told to leave, nor one that never came up: that is a failed start, and its reason is known."""
-    if code == 0 or (restarts == 0 and (code == EXIT_NOT_LOADED or lived_s < UP_AFTER_S)):
+    if code == 0 or (restarts == 0 and not was_up):
         return False
     return restarts < len(RESTART_DELAYS_S)
 

@@ -4,6 +4,7 @@ omni-stage --master tcp://10.0.0.5:5570 --stage painter
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -47,6 +48,7 @@ def stage(
         typer.Option("--exit-with-master", help="End when the master does, instead of waiting for it to come back."),
     ] = False,
     parent_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+    up_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Log warnings only.")] = False,
 ) -> None:
@@ -77,7 +79,7 @@ def stage(
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), name="parent", daemon=True).start()
     chosen = tuple(one.strip() for one in devices.split(",") if one.strip()) if devices else ()
-    code = _run(WorkerOptions(master, StageName(stage), replica, chosen, exit_with_master))
+    code = _run(WorkerOptions(master, StageName(stage), replica, chosen, exit_with_master), up_fd)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -85,9 +87,9 @@ def stage(
     os._exit(code)
 
 
-def _run(options: WorkerOptions) -> int:
+def _run(options: WorkerOptions, up_fd: int | None) -> int:
     async def work() -> int:
-        return await Worker(options).run()
+        return await Worker(options, lambda: _say_up(up_fd)).run()
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -95,6 +97,13 @@ def _run(options: WorkerOptions) -> int:
     except OmniError as error:
         logging.getLogger("omni.stage").error("%s", error)
         return 2
+
+
+def _say_up(fd: int | None) -> None:
+    """Tell the launcher, if it started us, that from now on we are worth a restart."""
+    if fd is not None:
+        with contextlib.suppress(BrokenPipeError):  # the launcher is gone, and so are we in a moment
+            os.write(fd, b"1")
 
 
 def _end_with_parent(fd: int) -> None:

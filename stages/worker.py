@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -45,8 +46,10 @@ EXIT_NOT_LOADED: Final = 4
 class Worker:
     """Runs until told to go; `run` gives the process's exit status."""
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: WorkerOptions, on_loaded: Callable[[], None] = lambda: None) -> None:
+        """`on_loaded` is called once, when the engine has loaded."""
         self._options = options
+        self._on_loaded = on_loaded
         self._engine: EngineThread | None = None
         self._config_hash: str | None = None
         self._loaded: Loaded | None = None
@@ -159,6 +162,7 @@ class Worker:
 
     def _remember(self, report: Loaded) -> None:
         self._loaded = report
+        self._on_loaded()
 
     def _signalled(self) -> None:
         """The first signal drains, the second ends at once."""

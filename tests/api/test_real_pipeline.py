@@ -216,7 +216,7 @@ def test_caller_that_leaves_a_stream_stops_its_words(talking: Served) -> None:
 
 def test_ready_follows_the_last_replica_of_a_stage(talking: Served, tmp_path: Path) -> None:
     assert httpx.get(f"{talking.url}/health/ready").status_code == 200
-    os.kill(talking.replica("thinker").pid, signal.SIGKILL)
+    os.kill(talking.replica("thinker").pid, signal.SIGTERM)  # it leaves, and nobody starts it again
     until(lambda: httpx.get(f"{talking.url}/health/ready").status_code == 503, "not ready")
     assert httpx.get(f"{talking.url}/health/live").status_code == 200
     answer = httpx.get(f"{talking.url}/health/ready")
@@ -230,6 +230,15 @@ def test_ready_follows_the_last_replica_of_a_stage(talking: Served, tmp_path: Pa
         until(lambda: httpx.get(f"{talking.url}/health/ready").status_code == 200, "ready again")
         asked = httpx.post(talking.url + CHAT, json={"model": "test", "messages": [{"role": "user", "content": "x"}]})
         assert asked.json()["choices"][0]["message"]["content"] == "echo: x"
+
+
+def test_killed_stage_comes_back_by_itself_and_answers(talking: Served) -> None:
+    before = talking.replica("thinker").pid
+    os.kill(before, signal.SIGKILL)
+    until(lambda: not any(r.pid == before for r in talking.status().stages[0].replicas), "it is gone")
+    until(lambda: httpx.get(f"{talking.url}/health/ready").status_code == 200, "ready again")
+    asked = httpx.post(talking.url + CHAT, json={"model": "test", "messages": [{"role": "user", "content": "x"}]})
+    assert asked.json()["choices"][0]["message"]["content"] == "echo: x"
 
 
 def test_route_that_a_picture_deploy_cannot_serve_says_which_stage_it_needs(gated: Served) -> None:

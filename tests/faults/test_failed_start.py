@@ -1,11 +1,14 @@
 """A pipeline that cannot start says why, in words that name the stage, and leaves nothing behind."""
 
+import os
+import signal
+
 import pytest
 
 from proto.deploy import Kind, StageSpec
 from proto.errors import StartError
 from proto.params import SamplingParams
-from tests.pipeline.harness import ROOT, Running, deploy, fake_ar, text_to_image
+from tests.pipeline.harness import ROOT, Running, deploy, fake_ar, text_to_image, until
 from tests.pipeline.raw_stage import RawPeer
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -23,9 +26,14 @@ def test_a_load_that_fails_carries_the_stages_own_reason() -> None:
     assert "this engine cannot load, as the test asked" in text
 
 
-def test_a_load_that_fails_late_is_a_failed_start_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.local.UP_AFTER_S", 0.0)
-    assert "this engine cannot load" in start_error(fake_ar(options={"load": "fail"}))
+def test_a_process_that_dies_while_it_loads_is_a_failed_start() -> None:
+    plan = deploy({"thinker": fake_ar(options={"load": "hang"})})
+    with Running(plan, wait=False) as pipeline:
+        until(lambda: any("pretending" in r.note for r in pipeline.stage("thinker").replicas), "it loads")
+        failed = pipeline.soon(pipeline.omni.engine.wait_ready())
+        os.kill(pipeline.pid("thinker"), signal.SIGKILL)
+        with pytest.raises(StartError, match=r"thinker/0.*killed by signal 9"):
+            failed.result(60)
 
 
 @pytest.mark.parametrize("use", ["no.such.module:Engine", "tests.fakes.engines:NoSuchEngine"])

@@ -17,9 +17,9 @@ SLOW = {"options": {"step_s": 0.02}}
 
 
 @pytest.fixture
-def restarts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process counts as having been in service as soon as it runs."""
-    monkeypatch.setattr("launch.local.UP_AFTER_S", 0.0)
+def stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started again."""
+    monkeypatch.setattr("launch.local.RESTART_DELAYS_S", ())
 
 
 def kill(pid: int) -> None:
@@ -27,7 +27,7 @@ def kill(pid: int) -> None:
     until_gone([pid])
 
 
-def test_its_requests_get_an_error_that_names_the_stage_and_those_in_other_stages_finish() -> None:
+def test_its_requests_get_an_error_that_names_the_stage_and_those_in_other_stages_finish(stays_down: None) -> None:
     with Running(text_to_image({"options": {"step_s": 0.02}}, SLOW)) as pipeline:
         drawing = [pipeline.launch("a star", num_inference_steps=1000) for _ in range(3)]
         for flight in drawing:
@@ -52,7 +52,7 @@ def test_its_requests_get_an_error_that_names_the_stage_and_those_in_other_stage
         assert unavailable.info.stage == "painter"
 
 
-def test_requests_of_which_nothing_was_seen_run_again_on_the_other_replica() -> None:
+def test_requests_of_which_nothing_was_seen_run_again_on_the_other_replica(stays_down: None) -> None:
     with Running(text_to_image(painter={"replicas": 2, **SLOW})) as pipeline:
         flights = [pipeline.launch(f"prompt {i}", seed=i, num_inference_steps=50) for i in range(10)]
         for flight in flights:
@@ -75,7 +75,7 @@ def test_a_request_whose_words_were_seen_is_not_run_twice() -> None:
         assert all(isinstance(error, ReplicaLost) and error.info.stage == "thinker" for error in lost)
 
 
-def test_it_is_started_again_with_a_new_epoch_and_the_pipeline_is_ready_again(restarts_at_once: None) -> None:
+def test_it_is_started_again_however_young_it_was_with_a_new_epoch_and_the_pipeline_is_ready_again() -> None:
     with Running(text_to_image(painter=SLOW)) as pipeline:
         before = pipeline.replica("painter")
         flight = pipeline.launch("a star", num_inference_steps=1000)
@@ -90,7 +90,7 @@ def test_it_is_started_again_with_a_new_epoch_and_the_pipeline_is_ready_again(re
         assert pipeline.until_idle().uptime_s > 0
 
 
-def test_a_process_that_ends_by_itself_at_work_is_started_again(restarts_at_once: None) -> None:
+def test_a_process_that_ends_by_itself_at_work_is_started_again() -> None:
     with Running(deploy({"thinker": fake_ar()})) as pipeline:
         error = pipeline.launch("leave").error()
         assert "exit status 7" in str(error)
@@ -99,7 +99,7 @@ def test_a_process_that_ends_by_itself_at_work_is_started_again(restarts_at_once
 
 
 def test_it_may_die_many_times_and_is_not_started_again_for_ever(
-    restarts_at_once: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("launch.local.RESTART_DELAYS_S", (0.0, 0.0))
     with Running(deploy({"thinker": fake_ar()})) as pipeline:
