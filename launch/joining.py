@@ -2,8 +2,9 @@
 
 from rich.console import Console
 
+from launch.addresses import from_elsewhere
 from omni.async_omni import AsyncOmni
-from proto.sockets import is_loopback
+from proto.sockets import is_loopback, split_endpoint
 
 
 def say_who_may_join(omni: AsyncOmni, console: Console, only_missing: bool = False) -> None:
@@ -12,8 +13,8 @@ def say_who_may_join(omni: AsyncOmni, console: Console, only_missing: bool = Fal
     `omni` has bound its sockets.
     """
     assert omni.endpoints is not None
-    control = omni.endpoints.control
-    insecure = "" if is_loopback(control.removeprefix("tcp://").rpartition(":")[0]) else " --insecure"
+    control = from_elsewhere(omni.endpoints.control)
+    insecure = "" if is_loopback(split_endpoint(omni.endpoints.control)[0]) else " --insecure"
     for name, stage in omni.deploy.stages.items():
         command = f"omni-stage --master {control} --stage {name}{insecure}"
         missing, room = stage.replicas - stage.local_replicas, stage.slots - stage.local_replicas

@@ -126,6 +126,12 @@ def test_an_address_beyond_this_host_is_bound_and_connected_only_when_told_that_
         assert "--insecure" in process.output
 
 
+def test_a_master_on_every_address_starts_the_stages_of_its_own_host_too() -> None:
+    plan = deploy({"thinker": fake_ar()}, bind="tcp://0.0.0.0:0", insecure=True)
+    with Running(plan) as pipeline:
+        assert pipeline.run("here").text == "echo: here"
+
+
 # --- another host -----------------------------------------------------------------------------------------------------
 
 NAMESPACE, HERE, THERE = f"omni{os.getpid()}", "10.213.77.1", "10.213.77.2"
