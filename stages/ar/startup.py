@@ -111,7 +111,7 @@ def _kv_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: Load
                 f"engine.kv_layers names layer {layer}; the model has layers 0 to {loaded.layers - 1}",
             )
     layers = wanted if wanted is not None else tuple(range(loaded.layers))
-    track = Track(RequestId("trial"), [min(loaded.eos, default=0)], longest=1, pages=[1])
+    track = Track(RequestId("trial"), [0], longest=1, pages=[1])
     runner.run([Chunk(track, 0, 1, last=True)])
     try:
         kv_payload(runner, track, layers, 1)
