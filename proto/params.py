@@ -88,9 +88,6 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             check_json(self.extra, "extra")
         if self.json_schema is not None:
             check_json(self.json_schema, "json_schema")
-        shapes = [name for name in ("json_schema", "regex", "grammar") if self.__getattribute__(name) is not None]
-        if len(shapes) > 1:
-            raise ValueError(f"`{shapes[1]}` and `{shapes[0]}` both say what the answer looks like; set one of them")
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="diffusion"):

@@ -125,6 +125,7 @@ def _explain(
 ) -> InvalidRequest:
     match = _WHERE.match(text)
     reason, path = (match["reason"], match["path"] or "$") if match else (text, "$")
+    path = path.removeprefix("key` in `").partition("[...]")[0]  # in a map msgspec does not say where: name the map
     path = path.removeprefix("$").removeprefix(".")
     if unknown := _UNKNOWN.match(reason):
         field = f"{path}.{unknown['name']}" if path else unknown["name"]

@@ -169,12 +169,14 @@ class ArEngine:
             logits = logits[torch.tensor([row for row, _ in due], device=logits.device)]
         picked = sample(logits, [sequence.picker for sequence in sequences])
         now = time.perf_counter()
-        for sequence, token in zip(sequences, picked.tokens, strict=True):
+        for sequence, token, chances in zip(sequences, picked.tokens, picked.logprobs, strict=True):
             if token is None:
                 problem = "the model gave logits that are not numbers; if its dtype is float16, try bfloat16 or float32"
                 self._fail(sequence, StageFailed(problem), events)
                 continue
             self._metrics.token(sequence.clocks, now)
+            if chances is not None:
+                sequence.logprobs.append(self._loaded.intake.named(token, chances))
             self._guard(sequence, partial(self._say, token), events)
 
     # --- one sequence -------------------------------------------------------------------------------------------------
@@ -206,7 +208,9 @@ class ArEngine:
     def _say(self, token: int, sequence: Sequence, events: list[Event]) -> None:
         delta = sequence.accept(token)
         if delta and "text" in sequence.job.emit:
-            events.append(Emit(sequence.job.request, "text", TextDelta(text=delta)))
+            chances = tuple(sequence.logprobs[sequence.told :])
+            sequence.told = len(sequence.logprobs)
+            events.append(Emit(sequence.job.request, "text", TextDelta(text=delta, logprobs=chances)))
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence, list[Event]], None], events: list[Event]) -> None:
         """Do one sequence's share; what it raises is its own failure and nobody else's. End it if it is done."""
@@ -253,7 +257,7 @@ class ArEngine:
 def _finished(sequence: Sequence, reason: str) -> Finished:
     outputs: dict[str, Value] = {}
     if "text" in sequence.wanted:
-        outputs["text"] = Text(text=sequence.detokenizer.text)
+        outputs["text"] = Text(text=sequence.detokenizer.text, logprobs=tuple(sequence.logprobs))
     if "tokens" in sequence.wanted:
         outputs["tokens"] = Tokens(ids=sequence.answer)
     if sequence.visible:

@@ -39,9 +39,14 @@ class Grammars:
 
     def matcher(self, params: SamplingParams) -> Matcher | None:
         """None if the request asks for no form. Raises `InvalidRequest` if the form is wrong or cannot be had here."""
-        field = next((one for one in ("json_schema", "regex", "grammar") if _of(params, one) is not None), None)
-        if field is None:
+        fields = [one for one in ("json_schema", "regex", "grammar") if _of(params, one) is not None]
+        if not fields:
             return None
+        field = fields[0]
+        if len(fields) > 1:
+            raise InvalidRequest(
+                f"{field} and {fields[1]} both say what the answer looks like; set one", field=fields[1]
+            )
         if importlib.util.find_spec("llguidance") is None:
             raise InvalidRequest(
                 f"{field} needs the library llguidance on the stage's host: pip install 'omni-pipeline[grammar]'",

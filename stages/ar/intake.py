@@ -8,11 +8,13 @@ from transformers import PreTrainedTokenizerBase
 from proto.deploy import OUTPUTS, ArStage
 from proto.errors import InvalidRequest, OmniError
 from proto.ids import StageName
+from proto.messages import TokenChance, TokenLogprobs
 from proto.params import SamplingParams
 from stages.ar.detokenizer import Decode, Detokenizer
 from stages.ar.grammar import Grammars
 from stages.ar.loading import LoadedModel
 from stages.ar.prompt import PromptReader, answer_length
+from stages.ar.sampler import Logprobs
 from stages.ar.sampling import decide, picker
 from stages.ar.scheduler import Track
 from stages.ar.sequence import PREFILL_OUTPUTS
@@ -45,6 +47,14 @@ class Intake:
         except OmniError as error:
             info = error.info
             raise type(error)(f"stage {self._stage}: {info.message}", stage=self._stage, field=info.field) from error
+
+    def named(self, token: int, chances: Logprobs) -> TokenLogprobs:
+        """With the tokens' texts in place of their ids."""
+        top = tuple(TokenChance(self._name(one), logprob) for one, logprob in chances.top)
+        return TokenLogprobs(self._name(token), chances.token, top)
+
+    def _name(self, token: int) -> str:
+        return str(self._loaded.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
     def _sequence(self, job: Job) -> Work:
         params = self._params(job)

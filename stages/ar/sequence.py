@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from proto.messages import Usage
+from proto.messages import TokenLogprobs, Usage
 from proto.tensors import WireTensor
 from stages.ar.detokenizer import Detokenizer
 from stages.ar.sampling import Picker
@@ -46,6 +46,8 @@ class Sequence:
     picker: Picker
     detokenizer: Detokenizer
     hidden: list[torch.Tensor] = field(default_factory=list)  # of the prompt's chunks so far, (1, count, D)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    told: int = 0  # of `logprobs`, sent with a delta
     visible: list[WireTensor] = field(default_factory=list)  # tensors that the caller gets
     read: bool = False  # the prompt has been read, and what it gives has been given
     finish_reason: str | None = None

@@ -18,7 +18,7 @@ from tests.models.tiny_families import FAMILIES, build_family
 ANSWER = 20
 PROMPTS = (
     tuple(range(40, 71)),
-    tuple(range(40, 60)) + (7, 8, 9),  # starts like the first
+    (*range(40, 60), 7, 8, 9),  # starts like the first
     (5, 6, 7),
     tuple(range(90, 107)),
 )

@@ -19,12 +19,12 @@ from transformers import (
 from proto.deploy import ArEngineSpec, ArStage, LimitsSpec, ModelSpec
 from proto.errors import InvalidRequest
 from proto.ids import RequestId, StageName
-from proto.messages import Tokens
+from proto.messages import TextDelta, TokenLogprobs, Tokens
 from proto.params import SamplingParams
 from stages.ar.engine import ArEngine
 from stages.ar.sampler import argmax, sample, top
 from stages.ar.sampling import Picker, SamplingRule, decide, picker
-from stages.engine import Finished, Job, LoadContext
+from stages.engine import Emit, Finished, Job, LoadContext
 from tests.models.tiny_ar import build_tiny_llama, build_tiny_tokenizer
 
 VOCABULARY = 3000
@@ -216,6 +216,23 @@ def test_the_ways_in_which_an_answer_may_end(engine: ArEngine) -> None:
     assert stop not in late.outputs["tokens"].ids[:8]
 
 
+def test_logprobs_of_every_token_are_told_once_and_the_same_streamed_or_not(engine: ArEngine) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=2, ignore_eos=True, stop=("never said",))
+    engine.submit(Job(RequestId("0"), {"tokens": Tokens(ids=(5, 6, 7))}, params, emit=("text", "tokens")))
+    streamed: list[TokenLogprobs] = []
+    while engine.has_work:
+        for event in engine.step():
+            if isinstance(event, Emit) and isinstance(event.part, TextDelta):
+                streamed += event.part.logprobs
+            if isinstance(event, Finished):
+                whole = event.outputs["text"].logprobs
+                ids = event.outputs["tokens"].ids
+    assert len(whole) == len(ids) == 12
+    assert list(whole[: len(streamed)]) == streamed
+    assert all(one.logprob == one.top[0].logprob and one.token == one.top[0].token for one in whole)  # it was greedy
+    assert all(one.top[0].logprob >= one.top[1].logprob for one in whole)
+
+
 @pytest.mark.parametrize(
     ("params", "field"),
     [
@@ -224,6 +241,7 @@ def test_the_ways_in_which_an_answer_may_end(engine: ArEngine) -> None:
         (SamplingParams(regex="("), "regex"),
         (SamplingParams(json_schema={"type": "nonsense"}), "json_schema"),
         (SamplingParams(grammar="start: nobody"), "grammar"),
+        (SamplingParams(grammar="start: /a/", regex="a"), "grammar"),
     ],
 )
 def test_settings_that_this_model_cannot_follow_are_refused(
