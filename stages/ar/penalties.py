@@ -6,9 +6,10 @@ penalty counts prompt and answer, the other two only the answer.
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from stages.ar.sampling import Picker
+from stages.ar.sampling import Picker, Tally
 
 
 def needed(picker: Picker) -> bool:
@@ -35,35 +36,41 @@ def apply(logits: torch.Tensor, pickers: Sequence[Picker]) -> torch.Tensor:
 
 
 def _penalise(scores: torch.Tensor, rows: Sequence[int], pickers: Sequence[Picker]) -> None:
-    vocabulary, device = scores.shape[1], scores.device
-    for picker in pickers:
-        _count(picker, vocabulary, device)
-    counts = torch.stack([one.counts for one in pickers if one.counts is not None])
-    seen = torch.stack([one.seen for one in pickers if one.seen is not None]) + counts > 0
-    where = torch.tensor(rows, device=device)
-    part = scores[where]
-    repetition, presence, frequency = (
-        torch.tensor(values, device=device).unsqueeze(1)
-        for values in (
-            [one.rule.repetition_penalty for one in pickers],
-            [one.rule.presence_penalty for one in pickers],
-            [one.rule.frequency_penalty for one in pickers],
-        )
-    )
-    part = torch.where(seen, torch.where(part < 0, part * repetition, part / repetition), part)
-    part -= presence * (counts > 0) + frequency * counts
-    scores[where] = part
+    """Only where there were tokens: a few hundred of each row."""
+    tallies = [_tally(picker) for picker in pickers]
+    sizes = [tally.size for tally in tallies]
+    device = scores.device
+
+    def spread(values: list[float]) -> torch.Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=np.float32), sizes)).to(device)
+
+    where = torch.from_numpy(np.repeat(np.array(rows), sizes)).to(device)
+    tokens = torch.from_numpy(np.concatenate([one.tokens[: one.size] for one in tallies])).to(device)
+    counts = torch.from_numpy(np.concatenate([one.counts[: one.size] for one in tallies])).to(device)
+    repetition = spread([one.rule.repetition_penalty for one in pickers])
+    presence = spread([one.rule.presence_penalty for one in pickers])
+    frequency = spread([one.rule.frequency_penalty for one in pickers])
+    part = scores[where, tokens]
+    part = torch.where(part < 0, part * repetition, part / repetition)
+    scores[where, tokens] = part - presence * (counts > 0) - frequency * counts
 
 
-def _count(picker: Picker, vocabulary: int, device: torch.device) -> None:
-    """Bring a row's counts up to date: usually by one token."""
-    if picker.seen is None or picker.counts is None:
-        picker.seen = torch.zeros(vocabulary, device=device)
-        picker.seen[torch.tensor(picker.tokens[: picker.prompt], dtype=torch.int64, device=device)] = 1
-        picker.counts = torch.zeros(vocabulary, device=device)
-    for token in picker.tokens[picker.prompt + picker.counted :]:
-        picker.counts[token] += 1
-    picker.counted = picker.answered
+def _tally(picker: Picker) -> Tally:
+    """A row's tally, brought up to date: usually by one token."""
+    tally = picker.tally
+    if tally is None:
+        room = 2 * len(picker.tokens) + 64
+        tally = picker.tally = Tally(np.zeros(room, np.int64), np.zeros(room, np.float32), {}, 0)
+    for index in range(tally.read, len(picker.tokens)):
+        token = picker.tokens[index]
+        place = tally.place.setdefault(token, tally.size)
+        if place == len(tally.tokens):
+            tally.tokens = np.concatenate([tally.tokens, np.zeros_like(tally.tokens)])
+            tally.counts = np.concatenate([tally.counts, np.zeros_like(tally.counts)])
+        tally.tokens[place] = token
+        tally.counts[place] += index >= picker.prompt
+    tally.read = len(picker.tokens)
+    return tally
 
 
 def _bias(scores: torch.Tensor, pickers: Sequence[Picker]) -> None:

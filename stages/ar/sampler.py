@@ -1,12 +1,13 @@
 """One token for each row of a step's logits, for all rows at once.
 
-The likeliest token, and the likeliest k, are looked for in two steps: the largest of every `BLOCK` neighbours, then inside
-the blocks that can hold them. A draw takes one random number of its request's own generator, and is the first token at
+The likeliest token is looked for in two steps: the largest of every `BLOCK` neighbours, then inside the first block that
+has it; the likeliest k and the token of a draw in groups of `GROUP` tokens that lie far apart, which is what a processor
+adds up fastest. On one core, for 64 rows of 49,152, torch's own argmax takes 19 ms and its topk 20. A draw takes one random number of its request's own generator, and is the first token at
 which the sum of probabilities passes it: over the likeliest tokens in their order where `top_k` or `top_p` cut the rest
 off, else over the vocabulary. So a row costs what its own rule asks for, and gives what it would give alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,8 +18,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 from stages.ar import penalties
 from stages.ar.sampling import Picker
 
-BLOCK: Final = 64
-FEW: Final = 256
+BLOCK: Final = 1024
+GROUP: Final = 32
+FEW: Final = 128
 """`top_p` first looks among so many of the likeliest tokens; rows that need more are sorted whole."""
 
 
@@ -42,12 +44,11 @@ def sample(logits: torch.Tensor, pickers: Sequence[Picker]) -> Picked:
     """The next token of each row. `logits`: (S, V), any float dtype and device, not changed."""
     if not pickers:
         return Picked(())
-    best = _amax(logits)
     changed = [row for row, one in enumerate(pickers) if penalties.needed(one)]
     scores = logits
     if changed:
         scores = _with(logits, changed, penalties.apply(_rows(logits, changed), [pickers[row] for row in changed]))
-    tokens = argmax(scores)
+    tokens, best = argmax(scores)
     drawn = [row for row, one in enumerate(pickers) if not one.rule.greedy]
     if drawn:
         tokens[torch.tensor(drawn, device=tokens.device)] = _draw(_rows(scores, drawn), [pickers[row] for row in drawn])
@@ -56,46 +57,56 @@ def sample(logits: torch.Tensor, pickers: Sequence[Picker]) -> Picked:
     return Picked(picked, _logprobs(logits, pickers, picked))
 
 
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The first of the largest, (S,) int64. The same as `scores.argmax(-1)`; that one is many times slower on a CPU."""
-    if scores.shape[1] < 4 * BLOCK or scores.device.type != "cpu":
-        return scores.argmax(-1)
-    blocks = _block_max(scores)
-    block = blocks.argmax(-1)
-    inside = _inside(scores, block.unsqueeze(1))[0]
-    return block * BLOCK + inside.argmax(-1)
+def argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of the largest and its value, (S,) each; as `scores.max(-1)`, which is many times slower on a CPU."""
+    size = scores.shape[1]
+    if size < 4 * BLOCK or scores.device.type != "cpu":
+        found = scores.max(-1)
+        return found.indices, found.values
+    whole = size // BLOCK
+    blocks = scores[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1)
+    if whole * BLOCK < size:
+        blocks = torch.cat([blocks, scores[:, whole * BLOCK :].amax(-1, keepdim=True)], 1)
+    best = blocks.max(-1)
+    begin = (best.indices * BLOCK).unsqueeze(1)
+    places = begin.clamp(max=size - BLOCK) + torch.arange(
+        BLOCK
+    )  # the last block is read as a whole one that ends there
+    inside = scores.gather(1, places).masked_fill_(places < begin, -torch.inf)
+    return places.gather(1, inside.argmax(-1, keepdim=True)).squeeze(1), best.values
 
 
 def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest and their tokens, each (S, k), the largest first."""
     k = min(k, scores.shape[1])
-    if scores.shape[1] < 8 * k or scores.shape[1] < 4 * BLOCK or scores.device.type != "cpu":
+    if scores.shape[1] < 8 * k or scores.shape[1] < 8 * GROUP or scores.device.type != "cpu":
         found = scores.topk(k, -1)
         return found.values, found.indices
-    blocks = _block_max(scores).topk(min(k, -(-scores.shape[1] // BLOCK)), -1).indices
-    values, tokens = _inside(scores, blocks)
+    groups = _per_group(scores, torch.amax)
+    chosen = groups.topk(min(k, groups.shape[1]), -1).indices
+    values, tokens = _inside(scores, chosen, -torch.inf)
     found = values.topk(k, -1)
     return found.values, tokens.gather(1, found.indices)
 
 
-def _block_max(scores: torch.Tensor) -> torch.Tensor:
-    """(S, V) to (S, blocks): the largest of each block. The last block may be a short one."""
-    whole = scores.shape[1] // BLOCK
-    blocks = scores[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).amax(-1)
-    if whole * BLOCK == scores.shape[1]:
-        return blocks
-    return torch.cat([blocks, scores[:, whole * BLOCK :].amax(-1, keepdim=True)], 1)
+def _per_group(scores: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """(S, V) to (S, groups). Group g holds the tokens g, g + G, g + 2 G ...; the last V % GROUP tokens are groups alone."""
+    many = scores.shape[1] // GROUP
+    groups = reduce(scores[:, : many * GROUP].unflatten(1, (GROUP, many)), 1)
+    if many * GROUP == scores.shape[1]:
+        return groups
+    return torch.cat([groups, scores[:, many * GROUP :]], 1)
 
 
-def _inside(scores: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values in these blocks (S, b) and their tokens, (S, b * BLOCK) each; -inf beyond the vocabulary."""
-    tokens = (blocks.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, device=blocks.device)).flatten(1)
-    values = scores.gather(1, tokens.clamp(max=scores.shape[1] - 1))
-    return values.masked_fill(tokens >= scores.shape[1], float("-inf")), tokens
-
-
-def _amax(scores: torch.Tensor) -> torch.Tensor:
-    return scores.amax(-1)
+def _inside(scores: torch.Tensor, groups: torch.Tensor, missing: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values in these groups (S, g) and their tokens, (S, g * GROUP) each; `missing` where a group is shorter."""
+    many = scores.shape[1] // GROUP
+    alone = groups >= many
+    first = torch.where(alone, groups + many * (GROUP - 1), groups)
+    places = torch.arange(GROUP, device=groups.device)
+    lacks = alone.unsqueeze(-1) & (places > 0)
+    tokens = (first.unsqueeze(-1) + many * places).masked_fill(lacks, 0).flatten(1)
+    return scores.gather(1, tokens).masked_fill(lacks.flatten(1), missing), tokens
 
 
 # --- draws ------------------------------------------------------------------------------------------------------------
@@ -151,37 +162,46 @@ def _draw_few(
     open_rows = [row for row, one in enumerate(pickers) if not one.rule.top_k]
     if open_rows:  # top_p alone: the sum is over the whole vocabulary
         where = torch.tensor(open_rows, device=device)
-        rest = scores[where].float() / temperatures[where] - values[where, :1]
-        totals[where] = torch.maximum(totals[where], torch.exp(rest).sum(-1, dtype=torch.float64).unsqueeze(1))
+        rest = _weights(_rows(scores, open_rows), _rows(temperatures, open_rows))
+        totals[where] = torch.maximum(totals[where], rest.sum(-1).double().unsqueeze(1))
     covered = (sums[:, -1:] >= top_p * totals) | (k >= vocabulary)
     keep = (sums - weights < top_p * totals) & (weights >= min_p)
     keep[:, 0] = True
     sums = (weights * keep).cumsum(-1)
     # k rows have their whole distribution here; an open row that was not covered is drawn again by the caller.
     covered |= torch.tensor([bool(one.rule.top_k) for one in pickers], device=device).unsqueeze(1)
-    spot = torch.searchsorted(sums, uniform.unsqueeze(1) * sums[:, -1:], right=True).clamp(max=values.shape[1] - 1)
-    return tokens.gather(1, spot).squeeze(1), covered.squeeze(1).tolist()
+    spot = torch.searchsorted(sums, uniform.unsqueeze(1) * sums[:, -1:], right=True)
+    return tokens.gather(1, torch.minimum(spot, _last(sums))).squeeze(1), covered.squeeze(1).tolist()
 
 
 def _draw_many(
     scores: torch.Tensor, pickers: Sequence[Picker], uniform: torch.Tensor, temperatures: torch.Tensor
 ) -> torch.Tensor:
-    """Draws over the whole vocabulary: first a block, by the blocks' sums, then a token in it."""
-    scaled = scores.float() / temperatures
-    weights = torch.exp(scaled - scaled.amax(-1, keepdim=True))
-    min_p = torch.tensor([one.rule.min_p for one in pickers], device=scores.device).unsqueeze(1)
+    """Draws over the whole vocabulary: first a group, by the groups' sums, then a token in it."""
+    weights = _weights(scores, temperatures)
     if any(one.rule.min_p > 0 for one in pickers):
-        weights = weights.masked_fill(weights < min_p, 0)
-    lacking = -weights.shape[1] % BLOCK
-    blocks = F.pad(weights, (0, lacking)).unflatten(1, (-1, BLOCK))
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        weights.masked_fill_(
+            weights < torch.tensor([one.rule.min_p for one in pickers], device=scores.device)[:, None], 0
+        )
+    sums = _per_group(weights, torch.sum).double().cumsum(-1)
     target = uniform.unsqueeze(1) * sums[:, -1:]
-    block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
-    before = F.pad(sums, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, BLOCK)).squeeze(1).double().cumsum(-1)
+    group = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
+    values, tokens = _inside(weights, group, 0)
+    before = F.pad(sums, (1, 0)).gather(1, group)
+    inside = values.double().cumsum(-1)
     spot = torch.searchsorted(inside, target - before, right=True)
-    last = (inside < inside[:, -1:]).sum(-1, keepdim=True)  # the last token there that has any weight
-    return (block * BLOCK + torch.minimum(spot, last)).squeeze(1)
+    return tokens.gather(1, torch.minimum(spot, _last(inside))).squeeze(1)
+
+
+def _last(sums: torch.Tensor) -> torch.Tensor:
+    """Where running sums (S, n) reach their end, (S, 1): the last place that has any weight. Rounding may point beyond."""
+    return (sums < sums[:, -1:]).sum(-1, keepdim=True)
+
+
+def _weights(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """(S, V) float32, the likeliest is 1: probabilities but for a factor."""
+    scaled = scores.to(torch.float32, copy=True).div_(temperatures)
+    return scaled.sub_(scaled.amax(-1, keepdim=True)).exp_()
 
 
 def _cut_whole(scores: torch.Tensor, picker: Picker) -> torch.Tensor:

@@ -6,7 +6,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import GenerationConfig
 
 from proto.params import SamplingParams
@@ -87,6 +89,20 @@ def _bad_words(words: Sequence[str], encode: Callable[[str], Sequence[int]] | No
     return tuple(dict.fromkeys(tuple(ids) for form in forms if (ids := encode(form))))
 
 
+@dataclass(slots=True)
+class Tally:
+    """The first `size` of `tokens` are the different ones of prompt and answer, `counts` how often the answer has each."""
+
+    tokens: NDArray[np.int64]
+    counts: NDArray[np.float32]
+    place: dict[int, int]
+    read: int  # tokens of prompt and answer that are in it
+
+    @property
+    def size(self) -> int:
+        return len(self.place)
+
+
 @dataclass(slots=True, eq=False)
 class Picker:
     """One request's side of the sampler. `tokens` is its own list, prompt then answer; the answer starts at `prompt`.
@@ -99,9 +115,7 @@ class Picker:
     prompt: int
     generator: torch.Generator
     matcher: Matcher | None = None
-    seen: torch.Tensor | None = None  # (V,) float: 1 for tokens of the prompt; kept by `stages.ar.penalties`
-    counts: torch.Tensor | None = None  # (V,) float: how often the answer has each token
-    counted: int = 0  # tokens of the answer in `counts`
+    tally: Tally | None = None  # kept by `stages.ar.penalties`
 
     @property
     def answered(self) -> int:

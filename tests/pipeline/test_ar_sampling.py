@@ -27,7 +27,7 @@ from stages.ar.sampling import Picker, SamplingRule, decide, picker
 from stages.engine import Emit, Finished, Job, LoadContext
 from tests.models.tiny_ar import build_tiny_llama, build_tiny_tokenizer
 
-VOCABULARY = 3000
+VOCABULARY = 5003
 DRAWS = 4000
 
 
@@ -75,7 +75,7 @@ def test_draws_follow_transformers_distribution(rule: SamplingRule) -> None:
     assert bool((wanted[found] > 0).all()), "a token came that transformers would not draw"
     share = torch.bincount(found, minlength=VOCABULARY) / DRAWS
     likely = wanted > 0.01
-    assert float((share - wanted)[likely].abs().max()) < 0.03
+    assert bool(((share - wanted)[likely].abs() < 0.03).all())
     assert abs(float(share[~likely].sum() - wanted[~likely].sum())) < 0.03
 
 
@@ -117,9 +117,12 @@ def test_a_row_gets_the_same_tokens_whoever_shares_its_batch() -> None:
 
 
 def test_the_largest_is_found_as_torch_finds_it_ties_and_short_blocks_included() -> None:
-    for size in (64 * 4, 64 * 10, 64 * 10 + 1, 1000, 49152):
+    for size in (500, 1024 * 4, 1024 * 4 + 1, 5000, 49152, 49155):
         scores = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).bfloat16()
-        assert torch.equal(argmax(scores), scores.argmax(-1))
+        scores[2, -1] = scores[3, 7] = scores[3, 2000 % size] = 9.0
+        best = scores.max(-1).values
+        assert torch.equal(argmax(scores)[0], (scores == best[:, None]).int().argmax(-1))
+        assert torch.equal(argmax(scores)[1], best)
         values, tokens = top(scores, 20)
         assert torch.equal(values, scores.topk(20, -1).values)
         assert torch.equal(scores.gather(1, tokens), values)
