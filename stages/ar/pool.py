@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from proto.deploy import ArEngineSpec
 from proto.ids import RequestId
-from stages.ar.attention import BATCH, NAME, Layer, Traits, attend_alone, choose_backend
+from stages.ar.attention import BATCH, NAME, Layer, Traits, attend_alone, choose_backend, paged_attention
 from stages.ar.kv_blocks import KvBlocks
 from stages.ar.runner import PagedRunner, Runner, StockRunner
 from stages.ar.scheduler import Limits, Scheduler, Track
@@ -112,13 +112,30 @@ class Engine:
     page_bytes: int
     note: str | None = None
 
+    def compile(self, model: PreTrainedModel, spec: ArEngineSpec) -> None:
+        """Compile the model's repeated layers, once for one row and once for many, and try them. Raises what the compiler
+        raises; `ValueError` if the model has none or they give something else then."""
+        repeated = [one for one in model.modules() if type(one).__name__ in (model._no_split_modules or ())]
+        if not repeated:
+            raise ValueError(f"{type(model).__name__} does not say which of its layers repeat")
+        if not self.runner.paged:
+            raise ValueError(f"only models that run on pages can be compiled; {self.note}")
+        prompts = _prompts(model)
+        blocks = KvBlocks(self.scheduler.blocks.count, self.scheduler.blocks.size)
+        expected = _logits(self.runner, _scheduler(spec, blocks, budget=5), prompts)
+        AttentionInterface.register(NAME, torch.compiler.disable(paged_attention))
+        for one in repeated:
+            one.compile(dynamic=True)
+        found = _logits(self.runner, _scheduler(spec, blocks, budget=5), prompts)
+        _logits(self.runner, _scheduler(spec, blocks, budget=1), prompts[:1])
+        _compare(found, expected, model.dtype)
+
 
 def build(model: PreTrainedModel, device: torch.device, spec: ArEngineSpec, context: int) -> Engine:
     """Runner and scheduler for a loaded model. Raises what the model raises where even its own forward does."""
     attention = model.config._attn_implementation
     stock = StockRunner(model, device, attention)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    prompts = [[(7 * i + 3 + one) % vocabulary for i in range(min(one, context - 1))] for one in (9, 6)]
+    prompts = _prompts(model, context)
     expected = _logits(stock, _scheduler(spec, KvBlocks(64, 4), budget=5), prompts)
     try:
         shapes = measure(model, device, prompts[0])
@@ -128,9 +145,7 @@ def build(model: PreTrainedModel, device: torch.device, spec: ArEngineSpec, cont
         runner = PagedRunner(model, layers, backend, seats=spec.max_num_seqs, context=context)
         trial = KvBlocks(max(pages, 2), spec.block_size)
         found = _logits(runner, _scheduler(spec, trial, budget=5), prompts)
-        apart = float((found - expected).norm() / expected.norm())
-        if not apart < TOLERANCE.get(model.dtype, HALF_TOLERANCE):
-            raise ValueError(f"its logits are {apart:.1%} off")
+        _compare(found, expected, model.dtype)
     except Exception as error:  # noqa: BLE001  # a model may raise anything; it has shown that its own forward works
         width = spec.max_num_seqs * -(-context // spec.block_size)
         blocks = KvBlocks(1 + width, spec.block_size)
@@ -138,6 +153,18 @@ def build(model: PreTrainedModel, device: torch.device, spec: ArEngineSpec, cont
     blocks = KvBlocks(max(pages, 2), spec.block_size)
     page_bytes = spec.block_size * sum(shape.bytes(model.dtype) for shape in shapes)
     return Engine(runner, _scheduler(spec, blocks, caching=spec.prefix_caching), page_bytes)
+
+
+def _prompts(model: PreTrainedModel, context: int = 16) -> list[list[int]]:
+    """Two, of different lengths."""
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    return [[(7 * i + 3 + one) % vocabulary for i in range(min(one, context - 1))] for one in (9, 6)]
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    apart = float((found - expected).norm() / expected.norm())
+    if not apart < TOLERANCE.get(dtype, HALF_TOLERANCE):
+        raise ValueError(f"its logits are {apart:.1%} off")
 
 
 def _scheduler(spec: ArEngineSpec, blocks: KvBlocks, *, budget: int = 0, caching: bool = False) -> Scheduler:

@@ -70,6 +70,13 @@ def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
         engine = build(loaded.model, loaded.device, spec.engine, loaded.context)
     except Exception as error:  # the fault boundary of the load: a model may raise anything
         raise _error(context, "model.path", f"the model cannot read a few tokens: {error}") from error
+    if spec.engine.compile:
+        context.report("compiling the model's layers", None)
+        try:
+            engine.compile(loaded.model, spec.engine)
+        except Exception as error:  # the fault boundary of the load: a compiler may raise anything
+            problem = f"the model cannot be compiled here ({error}); leave engine.compile out"
+            raise _error(context, "engine.compile", problem) from error
     blocks = engine.scheduler.blocks
     if engine.note:
         log.warning(

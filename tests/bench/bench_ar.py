@@ -126,8 +126,16 @@ def vllm(python: str, path: Path, dtype: str, batches: Sequence[Sequence[Prompt]
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def throughput(path: Path, dtype: str, new: int, rounds: int, counts: Sequence[int], vllm_python: str | None) -> str:
-    ours = Ours(path, dtype)
+def throughput(
+    make: Callable[[], Ours],
+    path: Path,
+    dtype: str,
+    new: int,
+    rounds: int,
+    counts: Sequence[int],
+    vllm_python: str | None,
+) -> str:
+    ours = make()
     vocabulary, context = 40_000, ours.info.context_length or 512
     vocabulary = min(vocabulary, int(ours.engine._loaded.intake._loaded.vocabulary))
     length = min(128, context // 4)
@@ -285,16 +293,24 @@ def main() -> None:
     parser.add_argument("--model", default="demo://smollm2-135m-instruct", help="a checkpoint folder, or demo://NAME")
     parser.add_argument("--dtype", choices=[*DTYPES, "both"], default="both")
     parser.add_argument("--only", choices=["throughput", "prefix", "chunks", "overhead"], help="one table only")
+    parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds that count; one more comes before them")
+    parser.add_argument("--compile", action="store_true", help="ours with engine.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of a venv that has vLLM")
     given = parser.parse_args()
     path = resolve_model(given.model, lambda note, done: None)
     dtypes = list(DTYPES) if given.dtype == "both" else [given.dtype]
-    new, rounds = (8, 1) if given.quick else (128, 2)
+    new, rounds = (8, 1) if given.quick else (given.new, given.rounds)
     counts = (1, 2) if given.quick else (1, 8, 16)
     print(machine("torch", "transformers"), f"{torch.get_num_threads()} threads", sep=", ", flush=True)
     tables: dict[str, list[Callable[[], str]]] = {
         "overhead": [partial(overhead, 3 if given.quick else 30)],
-        "throughput": [partial(throughput, path, one, new, rounds, counts, given.vllm) for one in dtypes],
+        "throughput": [
+            partial(
+                throughput, partial(Ours, path, one, compile=given.compile), path, one, new, rounds, counts, given.vllm
+            )
+            for one in dtypes
+        ],
         "prefix": [partial(prefix, path, dtypes[0], 1 if given.quick else 5)],
         "chunks": [partial(chunk_delay, path, dtypes[0], 64 if given.quick else 512)],
     }

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from proto.deploy import ArEngineSpec, ArStage, LimitsSpec, ModelSpec
+from proto.errors import StartError
 from proto.ids import RequestId, StageName
 from proto.messages import Tokens
 from proto.params import SamplingParams
@@ -92,3 +93,23 @@ def test_a_model_without_the_attention_interface_answers_too_one_sequence_at_a_t
     engine = engine_of(tmp_path, max_num_batched_tokens=9, max_num_seqs=4)
     assert not engine._loaded.runner.paged
     assert answers(engine, PROMPTS) == wanted
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_answers(tmp_path: Path) -> None:
+    pytest.importorskip("torch._inductor")
+    path = build_family(tmp_path / "llama", "llama")
+    engine = engine_of(path, max_num_batched_tokens=9, max_num_seqs=4, compile=True)
+    assert answers(engine, PROMPTS) == expected(path)
+
+
+def test_a_model_that_cannot_be_compiled_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = build_family(tmp_path / "llama", "llama")
+
+    def broken(self: torch.nn.Module, **options: object) -> None:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", broken)
+    with pytest.raises(StartError, match="no C\\+\\+ compiler.*leave engine.compile out") as refusal:
+        engine_of(path, compile=True)
+    assert refusal.value.info.field == "engine.compile"
