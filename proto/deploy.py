@@ -116,7 +116,9 @@ class PromptSpec(_Section, frozen=True):
 class ArEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
     max_num_seqs: Count = 16  # sequences that run at one time
-    max_num_batched_tokens: Count = 512  # tokens in one step: answers first, then chunks of prompts
+    max_num_batched_tokens: Count = (
+        512  # tokens in one step: answers first, then chunks of prompts; at least max_num_seqs
+    )
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in one page of the KV pool
     kv_cache_bytes: Bytes | None = None  # KV pool; default: what max_num_seqs may need, at most 1/4 of the free memory
     prefix_caching: bool = True  # prompts that start alike share their KV

@@ -54,13 +54,12 @@ class Batch:
     """One forward. `slots`: (T,), page * page size + place, where each row's keys and values go.
 
     `tables`: (n, P) pages of the rows that continue an answer, padded with page 0; `lengths`: (n,) their tokens, the new
-    one included; `longest` is the largest of these.
+    one included.
     """
 
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-    longest: int
     pieces: tuple[Piece, ...]
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # of the answers' rows, by window
 

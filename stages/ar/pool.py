@@ -85,9 +85,11 @@ def page_count(shapes: Sequence[LayerShape], dtype: torch.dtype, spec: ArEngineS
 
 
 def free_bytes(device: torch.device) -> int:
+    """Of the device; for systems that do not say, all that it has."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(free) * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate(

@@ -154,7 +154,6 @@ class PagedRunner:
             slots=torch.from_numpy(slots).to(device),
             tables=torch.from_numpy(table[seats[:answers], : -(-longest // size)]).to(device),
             lengths=torch.from_numpy(starts[:answers] + 1).to(device),
-            longest=longest,
             pieces=pieces,
         )
         return (

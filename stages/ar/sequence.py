@@ -77,8 +77,8 @@ class Sequence:
         if token in self.picker.rule.ends:
             self.finish_reason = "stop"
             return self.detokenizer.finish()
-        delta = self.detokenizer.push(token)
-        if self.detokenizer.stopped and answered >= self.picker.rule.min_tokens:
+        delta = self.detokenizer.push(token, may_stop=answered >= self.picker.rule.min_tokens)
+        if self.detokenizer.stopped:
             self.finish_reason = "stop"
         elif answered >= self.max_tokens:
             self.finish_reason = "length"

@@ -110,6 +110,6 @@ def test_a_model_that_cannot_be_compiled_does_not_start(tmp_path: Path, monkeypa
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(torch.nn.Module, "compile", broken)
-    with pytest.raises(StartError, match="no C\\+\\+ compiler.*leave engine.compile out") as refusal:
+    with pytest.raises(StartError, match=r"no C\+\+ compiler.*leave engine.compile out") as refusal:
         engine_of(path, compile=True)
     assert refusal.value.info.field == "engine.compile"
