@@ -95,7 +95,9 @@ class Continuous:
 
     def __init__(self, model: PreTrainedModel, *, tokens: int) -> None:
         config = GenerationConfig(max_new_tokens=128, do_sample=False, eos_token_id=None, pad_token_id=0)
-        sizes = ContinuousBatchingConfig(page_size=32, num_blocks=tokens // 32 + 64, max_batch_tokens=512)
+        sizes = ContinuousBatchingConfig(
+            page_size=32, num_blocks=tokens // 32 + 64, max_batch_tokens=512, allow_block_sharing=False
+        )
         self._manager = model.init_continuous_batching(config, continuous_batching_config=sizes)
         self._manager.start()
 
