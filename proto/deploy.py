@@ -122,6 +122,7 @@ class ArEngineSpec(_Section, frozen=True):
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in one page of the KV pool
     kv_cache_bytes: Bytes | None = None  # KV pool; default: what max_num_seqs may need, at most 1/4 of the free memory
     prefix_caching: bool = True  # prompts that start alike share their KV
+    pack_weights: bool = False  # on a CPU: a second copy of the weights, for speed with several answers under way
     compile: bool = False  # compile the model's layers when the stage starts: slower to start, faster to answer
     max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
     kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all

@@ -10,7 +10,8 @@ paged cache with prefix sharing, chunked prefill, for text in and tokens out, an
 `logits_to_keep` are what this runner stands on. It gives no hidden states and no keys and values, takes no embeddings, has
 no hook between steps (so no abort that frees at once, no grammar, no seed of a request's own), never reports a request
 that was cancelled, cannot refuse what never fits, and on a CPU builds one [tokens, all keys] mask for all sequences
-together: its attention costs grow with the square of the batch. `tests/bench/bench_ar.py` prints both side by side.
+together. Measured with SmolLM2-135M in float32 on one core, CPU seconds: 8 prompts of 128 tokens 1.95 here, 2.34 there,
+2.15 in `generate`; a decoding step of 8 answers 0.13, 0.17, 0.13. `tests/bench/bench_ar.py` prints all side by side.
 """
 
 import inspect

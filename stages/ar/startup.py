@@ -13,6 +13,7 @@ from proto.messages import StageInfo
 from stages.ar.exports import kv_payload
 from stages.ar.intake import Intake
 from stages.ar.loading import LoadedModel, load_model
+from stages.ar.packing import pack
 from stages.ar.pool import Engine, build
 from stages.ar.runner import Runner
 from stages.ar.scheduler import Chunk, Scheduler, Track
@@ -66,6 +67,8 @@ def start(context: LoadContext) -> Parts:
 
 def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
     """Runner, scheduler and KV pool, tried."""
+    if spec.engine.pack_weights:
+        _pack(loaded, spec, context)
     try:
         engine = build(loaded.model, loaded.device, spec.engine, loaded.context)
     except Exception as error:  # the fault boundary of the load: a model may raise anything
@@ -103,6 +106,18 @@ def _checked_spec(context: LoadContext) -> tuple[ArStage, str]:
             context, "model.path", "model.path is missing; name a checkpoint folder, a GGUF file or demo://NAME"
         )
     return spec, spec.model.path
+
+
+def _pack(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> None:
+    if loaded.device.type != "cpu" or spec.engine.compile:
+        where = "with engine.compile" if spec.engine.compile else f"on {loaded.device}"
+        raise _error(context, "engine.pack_weights", f"engine.pack_weights does nothing {where}; leave it out")
+    context.report("packing the weights", None)
+    try:
+        pack(loaded.model)
+    except RuntimeError as error:
+        problem = f"weights cannot be packed here ({error}); leave engine.pack_weights out"
+        raise _error(context, "engine.pack_weights", problem) from error
 
 
 def _kv_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: LoadContext) -> tuple[int, ...]:

@@ -297,6 +297,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["throughput", "prefix", "chunks", "overhead"], help="one table only")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=2, help="rounds that count; one more comes before them")
+    parser.add_argument("--pack", action="store_true", help="ours with engine.pack_weights")
     parser.add_argument("--compile", action="store_true", help="ours with engine.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of a venv that has vLLM")
     given = parser.parse_args()
@@ -309,7 +310,14 @@ def main() -> None:
         "overhead": [partial(overhead, 3 if given.quick else 30)],
         "throughput": [
             partial(
-                throughput, partial(Ours, path, one, compile=given.compile), path, one, new, rounds, counts, given.vllm
+                throughput,
+                partial(Ours, path, one, compile=given.compile, pack_weights=given.pack),
+                path,
+                one,
+                new,
+                rounds,
+                counts,
+                given.vllm,
             )
             for one in dtypes
         ],

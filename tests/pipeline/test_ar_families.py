@@ -103,6 +103,14 @@ def test_a_compiled_model_gives_the_same_answers(tmp_path: Path) -> None:
     assert answers(engine, PROMPTS) == expected(path)
 
 
+def test_packed_weights_give_the_same_answers(tmp_path: Path) -> None:
+    path = build_family(tmp_path / "qwen2", "qwen2")  # has biases
+    engine = engine_of(path, max_num_batched_tokens=9, max_num_seqs=4, pack_weights=True)
+    assert answers(engine, PROMPTS) == expected(path)
+    with pytest.raises(StartError, match=r"does nothing with engine\.compile"):
+        engine_of(path, pack_weights=True, compile=True)
+
+
 def test_a_model_that_cannot_be_compiled_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = build_family(tmp_path / "llama", "llama")
 
