@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proto.ids import RequestId, StageName
-from proto.messages import Timings, Usage
+from proto.messages import Timings, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextOutput:
+    """`logprobs` are those of every token of the answer, if they were asked for."""
+
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class TextDelta:
     request: RequestId
     stage: StageName
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before
 
 
 @dataclass(frozen=True, slots=True)

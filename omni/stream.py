@@ -63,7 +63,9 @@ class RequestStream:
         if not isinstance(last, PartArrived) or (last.stage, last.output) != (news.stage, news.output):
             return False
         if isinstance(last.part, messages.TextDelta) and isinstance(news.part, messages.TextDelta):
-            joined = messages.TextDelta(text=last.part.text + news.part.text)
+            joined = messages.TextDelta(
+                text=last.part.text + news.part.text, logprobs=last.part.logprobs + news.part.logprobs
+            )
             self._waiting[-1] = PartArrived(news.stage, news.output, joined)
             return True
         if type(last.part) is type(news.part) and isinstance(news.part, Progress | Preview):
@@ -99,7 +101,7 @@ class RequestStream:
     def _part(self, news: PartArrived) -> RequestEvent:
         part = news.part
         if isinstance(part, messages.TextDelta):
-            return TextDelta(self.request, news.stage, part.text)
+            return TextDelta(self.request, news.stage, part.text, part.logprobs)
         if isinstance(part, Progress):
             return StageProgress(self.request, news.stage, part.step, part.total)
         if isinstance(part, Started):
@@ -117,7 +119,7 @@ def _pixels(index: int, tensors: Sequence[WireTensor]) -> "NDArray[np.uint8]":
 def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:
     """A value from a stage as what callers get. Raises `ProtocolError` when it names no tensor or one of a wrong type."""
     if isinstance(value, Text):
-        return TextOutput(value.text)
+        return TextOutput(value.text, value.logprobs)
     if isinstance(value, Images):
         return ImageOutput(_pixels(value.tensor, tensors), value.seeds)
     if isinstance(value, Audio):

@@ -117,6 +117,14 @@ class PromptSpec(_Section, frozen=True):
 class ArEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
     max_num_seqs: Count = 16  # sequences that run at one time
+    max_num_batched_tokens: Count = (
+        512  # tokens in one step: answers first, then chunks of prompts; at least max_num_seqs
+    )
+    block_size: Annotated[int, Meta(ge=1, le=1024)] = 16  # tokens in one page of the KV pool
+    kv_cache_bytes: Bytes | None = None  # KV pool; default: what max_num_seqs may need, at most 1/4 of the free memory
+    prefix_caching: bool = True  # prompts that start alike share their KV
+    pack_weights: bool = False  # on a CPU: a second copy of the weights, for speed with several answers under way
+    compile: bool = False  # compile the model's layers when the stage starts: slower to start, faster to answer
     max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
     kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours

@@ -43,8 +43,24 @@ class DataMessage(_Message, frozen=True, kw_only=True):
 # --- values: what inputs and outputs are made of ----------------------------------------------------------------------
 
 
+class TokenChance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token's text and its natural log probability. Text that is no whole character is U+FFFD."""
+
+    token: str
+    logprob: float
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One token of an answer, and the likeliest ones in its place, the likeliest first."""
+
+    token: str
+    logprob: float
+    top: tuple[TokenChance, ...] = ()
+
+
 class Text(_Message, frozen=True, tag="text"):
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of every token of an answer, if they were asked for
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +153,7 @@ class TextDelta(_Message, frozen=True, tag="delta"):
     """More of the answer. The deltas of a request, joined, are its text."""
 
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before; the last ones come with the `Text`
 
 
 class Progress(_Message, frozen=True, tag="step"):

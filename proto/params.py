@@ -49,6 +49,13 @@ def check_json(value: Json, where: str) -> None:
     raise ValueError(f"`{where}` is nested more than {MAX_JSON_DEPTH} levels deep")
 
 
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
+"""A token id as JSON has it where it is a key."""
+
+Words = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="ar"):
     """How an AR stage picks tokens. Meanings follow the OpenAI API and `transformers.GenerationConfig`.
 
@@ -59,14 +66,31 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # 0 is greedy
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None  # 0 is off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # least probability, as a share of the likeliest token's
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None  # 1 is off
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None  # of tokens that the answer has
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None  # for each time that the answer has them
+    logit_bias: Annotated[dict[TokenKey, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    bad_words: Annotated[tuple[Words, ...], Meta(max_length=256)] | None = None  # never said
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=64)] | None = None
+    stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None  # each ends the answer
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None  # before so many, no token may end the answer
+    ignore_eos: bool | None = None  # the model's own end-of-sequence tokens do not end the answer
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # of each token, and of so many alternatives
+    json_schema: dict[str, Json] | None = None  # the answer is JSON of this schema; {} is any object
+    regex: Annotated[str, Meta(min_length=1, max_length=16384)] | None = None  # the answer matches it, whole
+    grammar: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None  # Lark; the answer is in its language
+    priority: Annotated[int, Meta(ge=-100, le=100)] | None = None  # higher is served sooner
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None  # prefixes are shared only with the same salt
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:
         if self.extra is not None:
             check_json(self.extra, "extra")
+        if self.json_schema is not None:
+            check_json(self.json_schema, "json_schema")
 
 
 class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="diffusion"):

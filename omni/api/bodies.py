@@ -39,6 +39,22 @@ class StreamOptions(_Body, frozen=True):
     include_obfuscation: Literal[None] = None
 
 
+class JsonSchema(_Body, frozen=True):
+    """`strict` is accepted: answers follow the schema either way."""
+
+    name: str
+    schema: dict[str, Json] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body, frozen=True):
+    """OpenAI's: any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class ChatBody(_Body, frozen=True):
     model: str
     messages: Annotated[list[MessageBody], Meta(min_length=1, max_length=10_000)]
@@ -47,9 +63,24 @@ class ChatBody(_Body, frozen=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    cache_salt: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # this and the next three: accepted, not used
@@ -59,18 +90,11 @@ class ChatBody(_Body, frozen=True):
 
 
 _NO_TOOLS: Final = "this server calls no tools"
-_NO_LOGPROBS: Final = "this server gives no log probabilities"
 
 CHAT_REFUSED: Final[dict[str, Refused]] = {
     "n": Refused((1,), "one answer a request; send the request again for another"),
     "modalities": Refused((["text"],), 'this route answers with text; use ["text"]'),
     "audio": Refused((), "this route answers with text"),
-    "response_format": Refused(({"type": "text"},), 'use {"type": "text"}'),
-    "frequency_penalty": Refused((0,), "use repetition_penalty"),
-    "presence_penalty": Refused((0,), "use repetition_penalty"),
-    "logit_bias": Refused(({},), "leave it out"),
-    "logprobs": Refused((False,), _NO_LOGPROBS),
-    "top_logprobs": Refused((0,), _NO_LOGPROBS),
     "tools": Refused(([],), _NO_TOOLS),
     "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
     "parallel_tool_calls": Refused((True, False), _NO_TOOLS),
@@ -100,11 +124,29 @@ class AnswerMessage(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: None = None
+
+
+class ContentLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    top_logprobs: list[TopLogprob]
+    bytes: None = None
+
+
+class ChoiceLogprobs(msgspec.Struct, frozen=True):
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
 class Choice(msgspec.Struct, frozen=True):
     message: AnswerMessage
     finish_reason: str
     index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
@@ -125,7 +167,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     finish_reason: str | None = None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChoiceLogprobs | None = None
 
 
 class ChatChunk(msgspec.Struct, frozen=True):

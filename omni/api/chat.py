@@ -7,7 +7,7 @@ that answers.
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Final
@@ -30,7 +30,7 @@ from omni.request import GenerateRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import StageName
-from proto.messages import ChatMessage
+from proto.messages import ChatMessage, TokenLogprobs
 from proto.params import Json, SamplingParams
 
 ROUTE: Final = "/v1/chat/completions"
@@ -67,8 +67,8 @@ class Chat:
         with caller_spelling(call.spelling):
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
-        text = done.output.text if isinstance(done.output, TextOutput) else ""
-        choice = bodies.Choice(bodies.AnswerMessage(text), _finish(done))
+        said = done.output if isinstance(done.output, TextOutput) else TextOutput("")
+        choice = bodies.Choice(bodies.AnswerMessage(said.text), _finish(done), logprobs=_chances(said.logprobs))
         answer = bodies.ChatAnswer(call.id, call.created, call.model, [choice], _usage(done))
         return Response(msgspec.json.encode(answer), media_type="application/json", headers={"x-request-id": call.id})
 
@@ -111,12 +111,17 @@ class Chat:
         none_yet = None if call.usage_chunk else msgspec.UNSET
         try:
             yield _chunk(call, bodies.Delta(role="assistant", content=""), usage=none_yet)
+            told = 0
             while not isinstance(event, RequestOutput):
                 if isinstance(event, TextDelta) and event.stage == call.stage and event.text:
-                    yield _chunk(call, bodies.Delta(content=event.text), usage=none_yet)
+                    told += len(event.logprobs)
+                    yield _chunk(
+                        call, bodies.Delta(content=event.text), usage=none_yet, logprobs=_chances(event.logprobs)
+                    )
                 event = await self._lifetime.next(events)
             done = _done(event, call.stage)
-            yield _chunk(call, bodies.Delta(), finish=_finish(done), usage=none_yet)
+            rest = done.output.logprobs[told:] if isinstance(done.output, TextOutput) else ()
+            yield _chunk(call, bodies.Delta(), finish=_finish(done), usage=none_yet, logprobs=_chances(rest))
             if call.usage_chunk:
                 yield _chunk(call, None, usage=_usage(done))
             yield _line(b"[DONE]")
@@ -154,16 +159,66 @@ def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
+        "min_p": body.min_p,
+        "typical_p": body.typical_p,
         "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": body.logit_bias,
+        "bad_words": body.bad_words,
         "seed": body.seed,
         "stop": [body.stop] if isinstance(body.stop, str) else body.stop,
+        "stop_token_ids": body.stop_token_ids,
+        "min_tokens": body.min_tokens,
+        "ignore_eos": body.ignore_eos,
+        "logprobs": _logprobs_wanted(body),
+        "json_schema": _schema(body.response_format),
+        "regex": body.regex,
+        "grammar": body.grammar,
+        "cache_salt": body.cache_salt,
     }
+    spelling["json_schema"] = "response_format"
+    if body.top_logprobs is not None:
+        spelling["logprobs"] = "top_logprobs"
     if isinstance(body.stop, str):
         spelling["stop[0]"] = "stop"
     spelling["max_tokens"], params["max_tokens"] = one_of(
         ("max_tokens", body.max_tokens), ("max_completion_tokens", body.max_completion_tokens)
     )
     return {name: value for name, value in params.items() if value is not None}
+
+
+def _logprobs_wanted(body: bodies.ChatBody) -> int | None:
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs=true", field="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _schema(form: bodies.ResponseFormat | None) -> dict[str, Json] | None:
+    """The JSON schema that the answer must follow; {} is any object."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {}
+    if form.json_schema is None or form.json_schema.schema is None:
+        raise InvalidRequest(
+            'response_format.json_schema is missing its schema; send {"name": ..., "schema": {...}}',
+            field="response_format.json_schema",
+        )
+    return form.json_schema.schema
+
+
+def _chances(logprobs: Sequence[TokenLogprobs]) -> bodies.ChoiceLogprobs | None:
+    if not logprobs:
+        return None
+    return bodies.ChoiceLogprobs(
+        [
+            bodies.ContentLogprob(
+                one.token, one.logprob, [bodies.TopLogprob(other.token, other.logprob) for other in one.top]
+            )
+            for one in logprobs
+        ]
+    )
 
 
 def _message(message: bodies.MessageBody, index: int) -> ChatMessage:
@@ -207,8 +262,9 @@ def _chunk(
     *,
     finish: str | None = None,
     usage: bodies.ChatUsage | msgspec.UnsetType | None,
+    logprobs: bodies.ChoiceLogprobs | None = None,
 ) -> bytes:
-    choices = [] if delta is None else [bodies.ChunkChoice(delta, finish)]
+    choices = [] if delta is None else [bodies.ChunkChoice(delta, finish, logprobs=logprobs)]
     return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage)))
 
 

@@ -131,7 +131,8 @@ def convert(
 def _explain(text: str, data: Mapping[str, Json], spelling: Mapping[str, str]) -> InvalidRequest:
     """msgspec's words in ours. Paths hold field names and indices alone, so the last one in the text is not a caller's."""
     reason, path = text.rsplit(_AT, 1) if _AT in text else (text, "")
-    path = path.removesuffix("`").removeprefix("$").removeprefix(".")
+    path = path.removesuffix("`").removeprefix("key` in `").partition("[...]")[0]  # in a map msgspec does not say where
+    path = path.removeprefix("$").removeprefix(".")
     for start, words in ((_UNKNOWN, "unknown field {0!r}"), (_MISSING, "{0} is missing")):
         if reason.startswith(start):
             name = cut(reason.removeprefix(start).removesuffix("`"))

@@ -113,9 +113,10 @@ class Detokenizer:
         """All deltas so far, joined."""
         return "".join(self._deltas)
 
-    def push(self, token: int) -> str:
-        """The delta to send; may be ""."""
-        return self._keep(self._filter.push(self._decoder.push(token)))
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The delta to send; may be "". Stop strings are looked for from the first token that may stop the text."""
+        text = self._decoder.push(token)
+        return self._keep(self._filter.push(text) if may_stop else text)
 
     def finish(self) -> str:
         """The last delta. No token may be pushed after it."""

@@ -1,16 +1,15 @@
 """What other stages get from a prefill: hidden states and keys and values, as tensors for an edge.
 
-The tensors are the model's own, not copies, where they lie on the CPU: a cache grows by new tensors and never writes
-into those it had.
+Keys and values are copied out of the pages, which go on to others; hidden states are the model's own tensors.
 """
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer
 
 from proto.deploy import Kind
 from proto.errors import StageFailed
 from proto.torch_tensors import to_wire
+from stages.ar.runner import Runner
+from stages.ar.scheduler import Track
 from stages.engine import OutgoingPayload
 
 
@@ -20,42 +19,32 @@ def hidden_payload(hidden: torch.Tensor) -> OutgoingPayload:
     return OutgoingPayload(Kind.HIDDEN, {"hidden": to_wire(hidden)}, meta)
 
 
-def kv_payload(cache: Cache, layers: tuple[int, ...], tokens: int) -> OutgoingPayload:
+def kv_payload(runner: Runner, track: Track, layers: tuple[int, ...], tokens: int) -> OutgoingPayload:
     """Tensors `k.<layer>` and `v.<layer>`, (1, kv_heads, T, head_dim), keys with their positions already applied.
 
     `position_offset` is the position of the first token, `prefill` says that the tokens are the prompt's and no more.
     Raises `StageFailed` for a layer that does not keep every token.
     """
     tensors = {}
+    shape: torch.Size | None = None
+    dtype = ""
     for layer in layers:
-        keys, values = _keys_and_values(cache, layer)
-        if keys.shape[-2] != tokens:
-            raise StageFailed(
-                f"layer {layer} keeps {keys.shape[-2]} of the prompt's {tokens} tokens (a sliding window);"
-                " name the layers that keep all of them in engine.kv_layers",
-                field="engine.kv_layers",
-            )
+        keys, values = runner.keys_and_values(track, layer, tokens)
         tensors[f"k.{layer}"], tensors[f"v.{layer}"] = to_wire(keys), to_wire(values)
-    first, _ = _keys_and_values(cache, layers[0])
+        if shape is None:
+            shape, dtype = keys.shape, _name(keys.dtype)
+    if shape is None:
+        raise StageFailed("engine.kv_layers is empty", field="engine.kv_layers")
     meta = {
         "layers": list(layers),
-        "heads": first.shape[1],
-        "head_dim": first.shape[3],
+        "heads": shape[1],
+        "head_dim": shape[3],
         "tokens": tokens,
-        "dtype": _name(first.dtype),
+        "dtype": dtype,
         "position_offset": 0,
         "prefill": True,
     }
     return OutgoingPayload(Kind.KV, tensors, meta)
-
-
-def _keys_and_values(cache: Cache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    kept = cache.layers[layer]
-    if not isinstance(kept, DynamicLayer):
-        raise StageFailed(
-            f"layer {layer} keeps no keys and values; name layers that do in engine.kv_layers", field="engine.kv_layers"
-        )
-    return kept.keys, kept.values
 
 
 def _name(dtype: torch.dtype) -> str:

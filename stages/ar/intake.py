@@ -8,11 +8,16 @@ from transformers import PreTrainedTokenizerBase
 from proto.deploy import OUTPUTS, ArStage
 from proto.errors import InvalidRequest, OmniError
 from proto.ids import StageName
+from proto.messages import TokenChance, TokenLogprobs
 from proto.params import SamplingParams
 from stages.ar.detokenizer import Decode, Detokenizer
+from stages.ar.grammar import Grammars
 from stages.ar.loading import LoadedModel
 from stages.ar.prompt import PromptReader, answer_length
-from stages.ar.sampling import Sampler, decide
+from stages.ar.sampler import Logprobs
+from stages.ar.sampling import decide, picker
+from stages.ar.scheduler import Track
+from stages.ar.sequence import PREFILL_OUTPUTS
 from stages.ar.sequence import Sequence as Work
 from stages.engine import Job
 
@@ -21,9 +26,14 @@ EDGE_ONLY: Final = frozenset({"kv"})
 
 
 class Intake:
-    """Checks jobs against one loaded model. `outputs` are those that it can give."""
+    """Checks jobs against one loaded model. `outputs` are those that it can give, `pool` the tokens that its KV pool
+    can hold."""
 
-    def __init__(self, stage: StageName, spec: ArStage, loaded: LoadedModel, outputs: tuple[str, ...]) -> None:
+    def __init__(
+        self, stage: StageName, spec: ArStage, loaded: LoadedModel, outputs: tuple[str, ...], *, pool: int
+    ) -> None:
+        self._pool = pool
+        self._grammars = Grammars(loaded.tokenizer, loaded.vocabulary, loaded.eos)
         self._stage = stage
         self._loaded = loaded
         self._outputs = outputs
@@ -38,18 +48,49 @@ class Intake:
             info = error.info
             raise type(error)(f"stage {self._stage}: {info.message}", stage=self._stage, field=info.field) from error
 
+    def named(self, token: int, chances: Logprobs) -> TokenLogprobs:
+        """With the tokens' texts in place of their ids."""
+        top = tuple(TokenChance(self._name(one), logprob) for one, logprob in chances.top)
+        return TokenLogprobs(self._name(token), chances.token, top)
+
+    def _name(self, token: int) -> str:
+        return str(self._loaded.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
     def _sequence(self, job: Job) -> Work:
         params = self._params(job)
         self._check_outputs(job)
-        prompt = self._reader.read(job)
+        tokens = list(self._reader.read(job))
+        prompt = len(tokens)
         generation = self._loaded.generation
+        length = self._length(params, prompt)
+        wanted = {*job.emit, *job.publish}
+        track = Track(
+            request=job.request,
+            tokens=tokens,
+            longest=prompt if wanted <= PREFILL_OUTPUTS else prompt + length,
+            priority=params.priority or 0,
+            salt=params.cache_salt or "",
+            reads_cache="hidden" not in wanted,  # those of tokens that were read for somebody else are not kept
+        )
+        rule = decide(params, generation, self._loaded.eos, self._encode)
         return Work(
             job=job,
             prompt=prompt,
-            max_tokens=answer_length(params.max_tokens, generation.max_new_tokens, self._loaded.context - len(prompt)),
-            sampler=Sampler(decide(params, generation)),
+            max_tokens=length,
+            track=track,
+            picker=picker(rule, tokens, self._grammars.matcher(params)),
             detokenizer=Detokenizer(self._decode, params.stop or ()),
         )
+
+    def _length(self, params: SamplingParams, prompt: int) -> int:
+        """Of the answer. One that nobody asked to be so long is no longer than the KV pool allows."""
+        room = self._loaded.context - prompt
+        if params.max_tokens is None:
+            room = max(1, min(room, self._pool - prompt))
+        return answer_length(params.max_tokens, self._loaded.generation.max_new_tokens, room)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._loaded.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _params(self, job: Job) -> SamplingParams:
         if not isinstance(job.params, SamplingParams):
@@ -58,7 +99,16 @@ class Intake:
             raise InvalidRequest(
                 f"params.extra holds {sorted(job.params.extra)}; the built-in AR engine takes none", field="extra"
             )
+        self._check_tokens(job.params)
         return job.params
+
+    def _check_tokens(self, params: SamplingParams) -> None:
+        ids = {"stop_token_ids": params.stop_token_ids or (), "logit_bias": map(int, params.logit_bias or ())}
+        for field, named in ids.items():
+            strange = [one for one in named if one >= self._loaded.vocabulary]
+            if strange:
+                last = self._loaded.vocabulary - 1
+                raise InvalidRequest(f"{field} names token {strange[0]}; the model has tokens 0 to {last}", field=field)
 
     def _check_outputs(self, job: Job) -> None:
         for name in (*job.emit, *job.publish):

@@ -85,13 +85,14 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
     _refuse_holes(info, path, context)
     model.eval()
     config = model.config.get_text_config(decoder=True)
+    vocabulary = int(model.get_input_embeddings().weight.shape[0])
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         generation=model.generation_config,
-        eos=_eos(model.generation_config, config, tokenizer),
+        eos=frozenset(one for one in _eos(model.generation_config, config, tokenizer) if one < vocabulary),
         context=_context_length(config, spec, context),
-        vocabulary=int(model.get_input_embeddings().weight.shape[0]),
+        vocabulary=vocabulary,
         layers=int(config.num_hidden_layers),
         device=device,
     )

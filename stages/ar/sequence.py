@@ -3,12 +3,13 @@
 import time
 from dataclasses import dataclass, field
 
-from transformers import Cache
+import torch
 
-from proto.messages import Usage
+from proto.messages import TokenLogprobs, Usage
 from proto.tensors import WireTensor
 from stages.ar.detokenizer import Detokenizer
-from stages.ar.sampling import Sampler
+from stages.ar.sampling import Picker
+from stages.ar.scheduler import Track
 from stages.engine import Job
 
 PREFILL_OUTPUTS = frozenset({"hidden", "kv"})
@@ -17,31 +18,38 @@ PREFILL_OUTPUTS = frozenset({"hidden", "kv"})
 
 @dataclass(slots=True)
 class Clocks:
-    """Seconds of this sequence's own work; `first_token` counts from its arrival, waiting included."""
+    """Moments on `time.perf_counter`, None before they come. `read`: the prompt had been
+    read; `first` and `last`: tokens came."""
 
     arrived: float = field(default_factory=time.perf_counter)
-    prefill: float = 0.0
-    decode: float = 0.0
-    first_token: float | None = None
+    started: float | None = None
+    read: float | None = None
+    first: float | None = None
+    last: float | None = None
 
-    def detail(self) -> dict[str, float]:
-        """For `Finished.detail`."""
-        parts = {"prefill": self.prefill, "decode": self.decode}
-        return parts if self.first_token is None else parts | {"first_token": self.first_token}
+    def detail(self, now: float) -> dict[str, float]:
+        """For `Finished.detail`: seconds. `first_token` counts from the arrival, waiting included."""
+        started = now if self.started is None else self.started
+        read = now if self.read is None else self.read
+        parts = {"prefill": read - started, "decode": now - read}
+        return parts if self.first is None else parts | {"first_token": self.first - self.arrived}
 
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """`prompt` and `generated` are token ids; `cache` holds the keys and values of all of them but the last one."""
+    """`track.tokens` is the prompt, `prompt` tokens long, and then the answer."""
 
     job: Job
-    prompt: tuple[int, ...]
+    prompt: int
     max_tokens: int
-    sampler: Sampler
+    track: Track
+    picker: Picker
     detokenizer: Detokenizer
-    generated: list[int] = field(default_factory=list)
-    cache: Cache | None = None
+    hidden: list[torch.Tensor] = field(default_factory=list)  # of the prompt's chunks so far, (1, count, D)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    told: int = 0  # of `logprobs`, sent with a delta
     visible: list[WireTensor] = field(default_factory=list)  # tensors that the caller gets
+    read: bool = False  # the prompt has been read, and what it gives has been given
     finish_reason: str | None = None
     clocks: Clocks = field(default_factory=Clocks)
 
@@ -55,16 +63,24 @@ class Sequence:
         """Nothing is asked for that needs a generated token."""
         return self.wanted <= PREFILL_OUTPUTS
 
-    def accept(self, token: int, eos: frozenset[int]) -> str:
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """The ids of the answer so far, an end-of-sequence token included."""
+        return tuple(self.track.tokens[self.prompt :])
+
+    def accept(self, token: int) -> str:
         """Take the next token in; the text that may be sent now. Sets `finish_reason` if it is the last one."""
-        self.generated.append(token)
-        if token in eos:
+        self.track.tokens.append(token)
+        if self.picker.matcher is not None:
+            self.picker.matcher.accept(token)
+        answered = len(self.track.tokens) - self.prompt
+        if token in self.picker.rule.ends:
             self.finish_reason = "stop"
             return self.detokenizer.finish()
-        delta = self.detokenizer.push(token)
+        delta = self.detokenizer.push(token, may_stop=answered >= self.picker.rule.min_tokens)
         if self.detokenizer.stopped:
             self.finish_reason = "stop"
-        elif len(self.generated) >= self.max_tokens:
+        elif answered >= self.max_tokens:
             self.finish_reason = "length"
             delta += self.detokenizer.finish()
         return delta
@@ -72,4 +88,4 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Generated tokens include an end-of-sequence token and those of a stop string, as in vLLM."""
-        return Usage(prompt_tokens=len(self.prompt), completion_tokens=len(self.generated))
+        return Usage(prompt_tokens=self.prompt, completion_tokens=len(self.track.tokens) - self.prompt)

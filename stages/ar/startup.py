@@ -3,40 +3,45 @@
 Everything that is wrong is a `StartError` that names the stage and the setting to change.
 """
 
+import logging
 from dataclasses import dataclass
 
 from proto.deploy import OUTPUTS, ArStage
 from proto.errors import OmniError, StartError
-from proto.ids import StageName
+from proto.ids import RequestId, StageName
 from proto.messages import StageInfo
 from stages.ar.exports import kv_payload
 from stages.ar.intake import Intake
 from stages.ar.loading import LoadedModel, load_model
+from stages.ar.packing import pack
+from stages.ar.pool import Engine, build
 from stages.ar.runner import Runner
+from stages.ar.scheduler import Chunk, Scheduler, Track
 from stages.demo.models import resolve_model
 from stages.engine import LoadContext
+
+log = logging.getLogger("omni.stage")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A loaded AR stage. `eos` are the ids that end an answer, `kv_layers` the layers that its `kv` holds."""
+    """A loaded AR stage. `kv_layers` are the layers that its `kv` holds."""
 
     stage: StageName
     intake: Intake
+    scheduler: Scheduler
     runner: Runner
     info: StageInfo
-    eos: frozenset[int]
     kv_layers: tuple[int, ...]
-    max_running: int
 
 
 def start(context: LoadContext) -> Parts:
     """Load `model.path` (a checkpoint folder, a GGUF file or demo://NAME) and try it. Raises `StartError`."""
     spec, path = _checked_spec(context)
     loaded = load_model(resolve_model(path, context.report), spec, context)
-    runner = Runner(loaded.model, loaded.device)
-    context.report("trying the model with one token", None)
-    kv_layers = _kv_layers(runner, loaded, spec, context)
+    context.report("trying the model", None)
+    engine = _built(loaded, spec, context)
+    kv_layers = _kv_layers(engine.runner, loaded, spec, context)
     outputs = tuple(name for name in OUTPUTS["ar"] if name != "kv" or kv_layers)
     info = StageInfo(
         model=type(loaded.model).__name__,
@@ -50,13 +55,40 @@ def start(context: LoadContext) -> Parts:
     )
     return Parts(
         stage=context.stage,
-        intake=Intake(context.stage, spec, loaded, outputs),
-        runner=runner,
+        intake=Intake(
+            context.stage, spec, loaded, outputs, pool=engine.scheduler.blocks.usable * engine.scheduler.blocks.size
+        ),
+        scheduler=engine.scheduler,
+        runner=engine.runner,
         info=info,
-        eos=loaded.eos,
         kv_layers=kv_layers,
-        max_running=spec.engine.max_num_seqs,
     )
+
+
+def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
+    """Runner, scheduler and KV pool, tried."""
+    if spec.engine.pack_weights:
+        _pack(loaded, spec, context)
+    try:
+        engine = build(loaded.model, loaded.device, spec.engine, loaded.context)
+    except Exception as error:  # the fault boundary of the load: a model may raise anything
+        raise _error(context, "model.path", f"the model cannot read a few tokens: {error}") from error
+    if spec.engine.compile:
+        context.report("compiling the model's layers", None)
+        try:
+            engine.compile(loaded.model, spec.engine)
+        except Exception as error:  # the fault boundary of the load: a compiler may raise anything
+            problem = f"the model cannot be compiled here ({error}); leave engine.compile out"
+            raise _error(context, "engine.compile", problem) from error
+    blocks = engine.scheduler.blocks
+    if engine.note:
+        log.warning(
+            "stage %s: %s runs one sequence at a time: %s", context.stage, type(loaded.model).__name__, engine.note
+        )
+        return engine
+    size = blocks.usable * engine.page_bytes / 2**20
+    context.report(f"KV pool: {blocks.usable} pages of {blocks.size} tokens, {size:.0f} MiB", None)
+    return engine
 
 
 def _checked_spec(context: LoadContext) -> tuple[ArStage, str]:
@@ -76,6 +108,18 @@ def _checked_spec(context: LoadContext) -> tuple[ArStage, str]:
     return spec, spec.model.path
 
 
+def _pack(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> None:
+    if loaded.device.type != "cpu" or spec.engine.compile:
+        where = "with engine.compile" if spec.engine.compile else f"on {loaded.device}"
+        raise _error(context, "engine.pack_weights", f"engine.pack_weights does nothing {where}; leave it out")
+    context.report("packing the weights", None)
+    try:
+        pack(loaded.model)
+    except RuntimeError as error:
+        problem = f"weights cannot be packed here ({error}); leave engine.pack_weights out"
+        raise _error(context, "engine.pack_weights", problem) from error
+
+
 def _kv_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: LoadContext) -> tuple[int, ...]:
     """The layers whose keys and values the stage can give; none if the model keeps its state in other ways."""
     wanted = spec.engine.kv_layers
@@ -88,17 +132,17 @@ def _kv_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: Load
                 "engine.kv_layers",
                 f"engine.kv_layers names layer {layer}; the model has layers 0 to {loaded.layers - 1}",
             )
-    try:
-        cache = runner.prefill((min(loaded.eos, default=0),)).cache
-    except Exception as error:  # the fault boundary of the load: a model may raise anything
-        raise _error(context, "model.path", f"the model cannot read one token: {error}") from error
     layers = wanted if wanted is not None else tuple(range(loaded.layers))
+    track = Track(RequestId("trial"), [0], longest=1, pages=[1])
+    runner.run([Chunk(track, 0, 1, last=True)])
     try:
-        kv_payload(cache, layers, 1)
+        kv_payload(runner, track, layers, 1)
     except OmniError as error:
         if wanted or "kv" in context.publishes:
             raise _error(context, "engine.kv_layers", f"no kv for other stages: {error}") from error
         return ()
+    finally:
+        runner.forget(track)
     return layers
 
 

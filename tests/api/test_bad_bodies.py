@@ -55,9 +55,21 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
     ),
     "audio": BadBody({"model": "demo", "messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
     "tools": BadBody({"model": "demo", "messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
-    "json mode": BadBody(
-        {"model": "demo", "messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"
+    "a schema that is not there": BadBody(
+        {"model": "demo", "messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema"
     ),
+    "an unknown form": BadBody(
+        {"model": "demo", "messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"
+    ),
+    "frequency_penalty 3": BadBody({"model": "demo", "messages": HELLO, "frequency_penalty": 3}, "frequency_penalty"),
+    "presence_penalty -3": BadBody({"model": "demo", "messages": HELLO, "presence_penalty": -3}, "presence_penalty"),
+    "logit_bias in words": BadBody({"model": "demo", "messages": HELLO, "logit_bias": {"the": 1}}, "logit_bias"),
+    "logit_bias 101": BadBody({"model": "demo", "messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias"),
+    "top_logprobs 21": BadBody(
+        {"model": "demo", "messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"
+    ),
+    "top_logprobs alone": BadBody({"model": "demo", "messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
+    "min_p 2": BadBody({"model": "demo", "messages": HELLO, "min_p": 2}, "min_p"),
     "mistyped field": BadBody({"model": "demo", "messages": HELLO, "temprature": 1}, "temprature"),
     "mistyped field of a message": BadBody(
         {"model": "demo", "messages": [{"role": "user", "contnet": "x"}]}, "messages[0].contnet"

@@ -85,6 +85,35 @@ def test_settings_and_messages_reach_the_stage(server: Server, ai: OpenAI) -> No
     }
 
 
+def test_settings_that_shape_an_answer_reach_the_stage_in_its_own_words(server: Server, ai: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    ask(
+        ai,
+        frequency_penalty=0.5,
+        presence_penalty=-0.5,
+        logit_bias={"7": -100},
+        logprobs=True,
+        top_logprobs=3,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}},
+        extra_body={"min_p": 0.1, "stop_token_ids": [3], "min_tokens": 2, "ignore_eos": True, "bad_words": ["no"]},
+    )
+    ask(ai, response_format={"type": "json_object"}, logprobs=True)
+    first, second = server.call(lambda pipeline: pipeline.seen)
+    assert first.params[THINKER] == {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "logit_bias": {"7": -100.0},
+        "logprobs": 3,
+        "json_schema": schema,
+        "min_p": 0.1,
+        "stop_token_ids": [3],
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "bad_words": ["no"],
+    }
+    assert second.params[THINKER] == {"json_schema": {}, "logprobs": 0}
+
+
 def test_earlier_answer_can_be_sent_back_whole(server: Server, ai: OpenAI) -> None:
     answer = ai.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hello"}])
     again = [

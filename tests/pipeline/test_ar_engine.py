@@ -147,15 +147,6 @@ def test_repetition_penalty_counts_in_greedy_as_in_transformers(engine: ArEngine
     assert expected != generate(tiny, ids, max_new_tokens=24, do_sample=False)
 
 
-def test_sampled_tokens_equal_transformers_with_the_same_seed(engine: ArEngine, tiny: Path) -> None:
-    settings = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1}
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        expected = generate(tiny, chat_ids(tiny, PROMPTS[0]), max_new_tokens=16, do_sample=True, **settings)
-    params = SamplingParams(max_tokens=16, seed=7, **settings)
-    assert tokens(run(engine, [job("r", PROMPTS[0], params)])["r"]) == expected
-
-
 def test_a_seed_gives_the_same_tokens_in_company(engine: ArEngine) -> None:
     def seeded(name: str, seed: int | None) -> Job:
         params = SamplingParams(temperature=1.0, max_tokens=16, seed=seed)
@@ -402,12 +393,80 @@ def test_logits_that_are_not_numbers_fail_that_request_alone(tmp_path: Path) -> 
 
 
 def test_calls_answer_and_unknown_ones_list_what_there_is(engine: ArEngine) -> None:
-    assert engine.call("stats", {}) == {"queued": 0, "running": 0}
+    stats = engine.call("stats", {})
+    assert (stats["queued"], stats["running"], stats["kv_pages_used"]) == (0, 0, 0)
+    assert stats["first_token_s"]["count"] > 0
     assert engine.call("info", {})["context_length"] == CONTEXT
     with pytest.raises(InvalidRequest, match="'explode'; there are stats, info"):
         engine.call("explode", {})
     with pytest.raises(InvalidRequest, match="takes no arguments"):
         engine.call("stats", {"verbose": True})
+
+
+# --- pages ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_pool_can_never_hold_is_refused_with_the_numbers(tiny: Path) -> None:
+    page = 3 * 16 * 2 * 16 * 2 * 4  # layers, tokens, KV heads, size, keys and values, float32
+    engine = loaded(tiny, ArStage(engine=ArEngineSpec(kv_cache_bytes=4 * page)))
+    with pytest.raises(InvalidRequest, match=r"stage thinker: .* 70 tokens, .* 5 KV pages of 16; the pool has 4"):
+        engine.submit(job("r", Tokens(ids=(5,) * 20), SamplingParams(max_tokens=50)))
+    assert not engine.has_work
+    unsaid = run(engine, [job("r", Tokens(ids=(5,) * 20), SamplingParams(ignore_eos=True))])["r"]
+    assert len(tokens(unsaid)) == 44  # nobody asked for more than there is room for
+
+
+def test_a_known_prefix_is_not_read_again_and_hidden_states_are_whole_all_the_same(
+    engine: ArEngine, tiny: Path
+) -> None:
+    prompt = "What is the capital of France? And of Peru, and of all the others?"
+    engine.call("reset_prefix_cache", {})
+    first = tokens(run(engine, [job("r", prompt)])["r"])
+    hits = engine.call("stats", {})["prefix_hit_tokens"]
+    events = run(engine, [job("r", prompt, emit=("tokens",), publish=("kv",))])["r"]
+    assert tokens(events) == first
+    assert engine.call("stats", {})["prefix_hit_tokens"] > hits
+    hidden, cache = reference(tiny, prompt)
+    kv = published(events)["kv"].payload
+    for number, layer in enumerate(cache.layers):
+        assert torch.allclose(from_wire(kv.tensors[f"k.{number}"]), layer.keys, atol=1e-5)
+        assert torch.allclose(from_wire(kv.tensors[f"v.{number}"]), layer.values, atol=1e-5)
+    states = published(run(engine, [job("r", prompt, emit=(), publish=("hidden",))])["r"])["hidden"].payload
+    assert torch.allclose(from_wire(states.tensors["hidden"]), hidden, atol=1e-5)
+
+
+def test_a_long_prompt_among_answers_never_makes_a_step_longer_than_the_budget(tiny: Path) -> None:
+    spec = ArEngineSpec(max_num_batched_tokens=32, max_num_seqs=8)
+    engine = loaded(tiny, ArStage(engine=spec))
+    for i in range(4):
+        engine.submit(job(f"r{i}", Tokens(ids=(5 + i,) * 3), SamplingParams(max_tokens=60, ignore_eos=True)))
+    engine.step()
+    engine.submit(job("long", Tokens(ids=tuple(range(3, 303))), SamplingParams(max_tokens=2, ignore_eos=True)))
+    scheduler = engine._loaded.scheduler
+    steps = 0
+    while not any(track.request == "long" and track.todo <= 1 for track in scheduler.running):
+        before = [len(track.tokens) for track in scheduler.running if track.request != "long"]
+        engine.step()
+        after = [len(track.tokens) for track in scheduler.running if track.request != "long"]
+        assert after == [one + 1 for one in before]
+        steps += 1
+    assert steps == 11  # 300 tokens, 28 at a time
+    for request in ("r0", "r1", "r2", "r3", "long"):
+        engine.abort(RequestId(request))
+    assert engine.call("stats", {})["kv_pages_used"] == 0
+
+
+def test_higher_priority_is_served_sooner(tiny: Path) -> None:
+    engine = loaded(tiny, ArStage(engine=ArEngineSpec(max_num_seqs=1)))
+    jobs = [
+        job(name, "a", SamplingParams(max_tokens=2, priority=level)) for name, level in (("x", 0), ("y", 0), ("z", 1))
+    ]
+    for one in jobs:
+        engine.submit(one)
+    ended = []
+    while engine.has_work:
+        ended += [event.request for event in engine.step() if isinstance(event, Finished)]
+    assert ended == ["z", "x", "y"]
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------

@@ -167,3 +167,11 @@ def test_nothing_comes_after_the_stop() -> None:
     assert stop_filter.push("a.b") == "a"
     assert stop_filter.push("c") == ""
     assert stop_filter.finish() == ""
+
+
+def test_stop_strings_are_looked_for_from_the_first_token_that_may_stop() -> None:
+    words = {1: "an", 2: " END", 3: " and", 4: " END"}
+    made = Detokenizer(lambda ids: "".join(words[one] for one in ids), ("END",))
+    deltas = [made.push(one, may_stop=one > 2) for one in (1, 2, 3, 4)]
+    assert made.stopped
+    assert "".join(deltas) == made.text == "an END and "
