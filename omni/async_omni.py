@@ -15,10 +15,11 @@ from omni.request import GenerateRequest
 from omni.shell import Endpoints
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
-from proto.errors import StartError
+from proto.errors import InvalidRequest
 from proto.ids import StageName
 from proto.messages import ChatMessage, StageInfo
 from proto.params import Json
+from proto.suggest import hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -131,7 +132,9 @@ class AsyncOmni:
         timeout_s: float = 30.0,
     ) -> Mapping[int, Json]:
         if stage not in self._deploy.stages:
-            raise StartError(f"there is no stage {stage!r}; stages: {', '.join(self._deploy.stages)}", stage=stage)
+            raise InvalidRequest(
+                f"there is no stage {stage!r}; {hint(stage, self._deploy.stages, 'stages')}", field="stage"
+            )
         return await self.engine.call(stage, method, args, replicas=replicas, timeout_s=timeout_s)
 
 

@@ -15,6 +15,7 @@ from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
 from proto.errors import OmniError, ShuttingDown
+from proto.ids import StageName
 from proto.params import Json
 
 if TYPE_CHECKING:
@@ -126,6 +127,19 @@ class Omni:
                     return
         finally:
             self._wait(events.aclose())
+
+    def call(
+        self,
+        stage: str,
+        method: str,
+        args: Mapping[str, Json] | None = None,
+        *,
+        replicas: Sequence[int] | None = None,
+        timeout_s: float = 30.0,
+    ) -> Mapping[int, Json]:
+        """RPC to all or some replicas of a stage; the answers by replica. See `omni.pipeline.Pipeline.call`."""
+        call = self._open().call(StageName(stage), method, args, replicas=replicas, timeout_s=timeout_s)
+        return self._wait(call)
 
     def status(self) -> PipelineStatus:
         return self._wait(self._open().status())
