@@ -124,8 +124,13 @@ class MasterShell:
     def stop(self, reason: str) -> None:
         """Fail what runs, tell every stage to go, close the sockets, end the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopped.set_result, reason)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself: it could not bind
+                self._loop.call_soon_threadsafe(self._end, reason)
             self._thread.join()
+
+    def _end(self, reason: str) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,13 @@ def on(stage: str, **params: Json) -> dict[str, Any]:
     return {"params": {StageName(stage): params}}
 
 
+def nested(levels: int) -> Json:
+    value: Json = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSALS: list[tuple[GenerateRequest, str | None, str]] = [
@@ -111,6 +118,7 @@ REFUSALS: list[tuple[GenerateRequest, str | None, str]] = [
     (asked(**on("painter", negative_prompt="\ud800")), "params", "can't be sent"),
     (asked(**on("painter", extra={"true_cfg_scale": 2**70})), "params", "can't be sent"),
     (asked(**on("painter", extra={"true_cfg_scale": b"x"})), "extra", "holds a bytes"),
+    (asked(**on("painter", extra={"true_cfg_scale": nested(5000)})), "extra", "nested more than 32 levels"),
     (asked(**on("painter", extra={"true_cfg_scale": "x" * (MAX_VALUE_BYTES + 1)})), "params", "at most 4194304"),
     (asked(**on("thinker", temperature=2.1)), "temperature", "got 2.1"),
     (asked(**on("thinker", top_p=0)), "top_p", "got 0"),
