@@ -13,7 +13,7 @@ from typing import Final
 
 from launch.origins import Layer, Origin, Problem, refusal
 from launch.yaml_tree import Entry, MapNode, Node, Scalar
-from proto.deploy import Deploy, Kind
+from proto.deploy import Kind
 from proto.params import Json
 
 STAGE: Final = "model"
@@ -29,27 +29,24 @@ _VIDEO = re.compile(
     "I2VGen|Latte|LTX|LucyEdit|Mochi|PIA|SanaWM|SkyReels|Wan)"
 )
 _AUDIO = re.compile("Audio|Music|^(AceStep|DanceDiffusion|SpectrogramDiffusion)")
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_WEIGHT_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_PARTS_OF_A_FOLDER: Final = ("config.json", "model_index.json")
 
 
 def is_bare_model(path: Path) -> bool:
     """Whether `path` is for this module to judge: a folder, or a file that is a checkpoint by its name."""
-    return path.is_dir() or path.suffix in (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-
-
-def deploy_for(path: Path) -> Deploy:
-    """The one-stage deploy of a model. Raises `DeployError` that says what was found and what is needed."""
-    from launch.deploy_file import load_deploy
-
-    return load_deploy(path).deploy
+    return path.is_dir() or path.suffix in (".gguf", *_WEIGHT_SUFFIXES) or path.name in _PARTS_OF_A_FOLDER
 
 
 def tree_for(path: Path) -> Node:
-    """The same as a tree. Each value's origin says from what it was concluded."""
+    """The one-stage deploy of a model, as a tree; each value's origin says from what it was concluded.
+
+    Raises `DeployError` that says what was found and what is needed.
+    """
     path = path.absolute()
     if path.is_file():
         if path.suffix != ".gguf":
-            raise _refusal(path, "is a file of weights; give the folder that it lies in")
+            raise _refusal(path, f"is one file of a model; give the folder that it lies in: {path.parent}")
         return _tree(path.stem, path, "ar", Kind.TEXT, f"the file {path.name}")
     index = path / "model_index.json"
     if index.is_file():
@@ -68,7 +65,7 @@ def output_kind(pipeline_class: str) -> Kind:
 
 def _language_model(path: Path) -> Node:
     ggufs = sorted(path.glob("*.gguf"))
-    has_weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+    has_weights = any(any(path.glob(f"*{suffix}")) for suffix in _WEIGHT_SUFFIXES)
     if ggufs and not has_weights:
         if len(ggufs) > 1:
             listed = ", ".join(file.name for file in ggufs[:8])

@@ -107,6 +107,11 @@ def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
     use = stage.engine.use
     if use != "builtin" and not ENGINE.match(use):
         yield Finding(f"{path}.engine.use", f"{use!r} is neither `builtin` nor of the form package.module:Class")
+    if use == "builtin" and stage.engine.options:
+        names = ", ".join(stage.engine.options)
+        yield Finding(
+            f"{path}.engine.options", f"the built-in engine has no options ({names}); take them away, or set `use`"
+        )
     if isinstance(stage, ArStage):
         if stage.model.pipeline_class is not None:
             yield Finding(f"{path}.model.pipeline_class", "only stages of kind diffusion have it; take it away")

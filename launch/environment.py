@@ -11,6 +11,14 @@ from typing import Final
 
 from proto.deploy import Deploy, StageSpec
 
+QUIET_LIBRARIES: Final = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+}
+"""Progress goes to the master as messages; bars of several processes on one terminal overwrite each other."""
+
 _CUDA: Final = re.compile(r"^cuda:(\d+)$")
 
 
@@ -49,11 +57,7 @@ def child_environment(
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
-        # Progress goes to the master as messages; bars of several processes on one terminal overwrite each other.
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TQDM_DISABLE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "DIFFUSERS_VERBOSITY": "error",
+        **QUIET_LIBRARIES,
     }
     cuda = _CUDA.match(device)
     if cuda is not None:

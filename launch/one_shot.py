@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from launch.joining import say_who_may_join
 from launch.render import show_outputs, show_timings
-from launch.saving import save_outputs
+from launch.saving import check_target, save_outputs
 from launch.waiting import Waiting
 from omni.async_omni import AsyncOmni, closing
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
@@ -28,11 +28,13 @@ async def run_prompt(
 ) -> None:
     """The result goes to `console`, what happens meanwhile to `progress`.
 
-    Raises `InvalidRequest` before anything is started if the prompt or its parameters can be seen to be wrong, and the
-    `OmniError` of a start or a request that failed.
+    Raises `InvalidRequest` before anything is started if the prompt, its parameters or `save` can be seen to be wrong,
+    and the `OmniError` of a start or a request that failed, or of files that could not be written.
     """
     engine = omni.engine
     engine.planner.plan(GenerateRequest(prompt=prompt, params=engine.planner.spread(params)), {})
+    if save is not None:
+        check_target(save)
     began = time.monotonic()
     try:
         await omni.start(wait=False)
@@ -45,8 +47,11 @@ async def run_prompt(
         await omni.stop()
     show_outputs(result, console)
     if save is not None:
-        for path in save_outputs(result, save):
-            console.out(f"saved {path}", highlight=False)
+        try:
+            for path in save_outputs(result, save):
+                console.out(f"saved {path}", highlight=False)
+        except OSError as error:
+            raise OmniError(f"--save {str(save)!r}: {error}") from error
     elif result.images:
         console.out("nothing was saved; pass --save FILE to keep the outputs", highlight=False)
     show_timings(result, console)

@@ -64,9 +64,16 @@ def _stage_lines(stage: StageStatus) -> list[list[str]]:
 
 
 def _replica_line(stage: StageStatus, r: ReplicaStatus) -> list[str]:
-    device = stage.info.device if stage.info is not None and r.state != "loading" else ",".join(r.devices)
     return [
-        *(f"{stage.stage}/{r.replica}", r.state, r.host, str(r.pid), device, str(r.in_flight), str(r.queued)),
+        *(
+            f"{stage.stage}/{r.replica}",
+            r.state,
+            r.host,
+            str(r.pid),
+            ",".join(r.devices),
+            str(r.in_flight),
+            str(r.queued),
+        ),
         *(str(r.steps), f"{r.step_s * 1000:.1f}", f"{r.rss_bytes / 2**20:.0f}"),
     ]
 

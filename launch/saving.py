@@ -1,5 +1,6 @@
 """What a request gave, as files: `.png`, `.txt`, `.wav` by kind. The caller names one file; its stem serves for all."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,21 @@ from omni.outputs import (
     TokensOutput,
     VideoOutput,
 )
+from proto.errors import InvalidRequest
+
+
+def check_target(target: Path) -> None:
+    """Make the folder of `target`. Raises `InvalidRequest` when nothing can be saved there."""
+    folder = target.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"{error.strerror or error}: {str(folder)!r}"
+    else:
+        if os.access(folder, os.W_OK | os.X_OK):
+            return
+        reason = f"the folder {str(folder)!r} cannot be written to"
+    raise InvalidRequest(f"--save {str(target)!r}: {reason}; name a file in another folder", field="save")
 
 
 def save_outputs(result: RequestOutput, target: Path) -> list[Path]:

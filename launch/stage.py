@@ -14,12 +14,13 @@ from typing import Annotated
 import typer
 import uvloop
 
+from launch.environment import QUIET_LIBRARIES
 from launch.logs import set_up_logs
 from proto.errors import OmniError
 from proto.ids import StageName
 from proto.sockets import is_loopback, split_endpoint
 from stages.session import WorkerOptions
-from stages.worker import Worker
+from stages.worker import EXIT_MASTER_LOST, Worker
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
@@ -60,7 +61,7 @@ def stage(
 
     The first Ctrl-C (or SIGTERM) finishes the requests that are here and leaves;
     the second leaves at once.
-    Exit status: 0 left, 2 refused, any other: broken.
+    Exit status: 0 left, 2 refused, 3 its master is gone, any other: broken.
     """
     set_up_logs(stage, verbose, quiet)
     try:
@@ -74,12 +75,18 @@ def stage(
                 param_hint="--master",
             )
         logging.getLogger("omni.stage").warning("INSECURE: connecting to %s without authentication", master)
+    if not verbose:
+        for name, value in QUIET_LIBRARIES.items():
+            os.environ.setdefault(name, value)
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     if parent_fd is not None:
         threading.Thread(target=_end_with_parent, args=(parent_fd,), name="parent", daemon=True).start()
     chosen = tuple(one.strip() for one in devices.split(",") if one.strip()) if devices else ()
-    code = _run(WorkerOptions(master, StageName(stage), replica, chosen, exit_with_master), up_fd)
+    alone = parent_fd is None
+    code = _run(
+        WorkerOptions(master, StageName(stage), replica, chosen, exit_with_master, exit_with_master and alone), up_fd
+    )
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -110,7 +117,7 @@ def _end_with_parent(fd: int) -> None:
     """The pipe's other end is held by the launcher alone: end of file means that it is gone, however it ended."""
     while os.read(fd, 1):
         pass
-    os._exit(3)
+    os._exit(EXIT_MASTER_LOST)
 
 
 def main() -> None:

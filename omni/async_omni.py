@@ -14,11 +14,13 @@ from omni.outputs import RequestEvent
 from omni.request import GenerateRequest
 from omni.shell import Endpoints
 from omni.status import PipelineStatus
+from omni.waits import to_its_end
 from proto.deploy import Deploy
-from proto.errors import StartError
+from proto.errors import InvalidRequest
 from proto.ids import StageName
 from proto.messages import ChatMessage, StageInfo
 from proto.params import Json
+from proto.suggest import hint
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,7 +68,7 @@ class AsyncOmni:
             starting = asyncio.to_thread(
                 self._launcher.start, self._deploy, self.endpoints.control, self.engine.child_exited
             )
-            await asyncio.shield(asyncio.ensure_future(starting))
+            await to_its_end(starting)
             if wait:
                 await self.engine.wait_ready(on_progress)
         except BaseException:
@@ -74,7 +76,13 @@ class AsyncOmni:
             raise
 
     async def stop(self) -> None:
-        """End every stage and the master. Running requests fail with `ShuttingDown`. Safe to call twice."""
+        """End every stage and the master. Running requests fail with `ShuttingDown`.
+
+        Safe to call twice. Cancelling does not leave it half done: it ends everything, and then is cancelled.
+        """
+        await to_its_end(self._stop())
+
+    async def _stop(self) -> None:
         await self.engine.stop()
         await asyncio.to_thread(self._launcher.stop, STOP_S)
 
@@ -103,6 +111,7 @@ class AsyncOmni:
     ) -> AsyncGenerator[RequestEvent, None]:
         """`generate` with keywords. Each of `params` goes to every needed stage that has it (`seed` to all of them);
         `stages` sets parameters of single stages and wins. Raises `InvalidRequest` at once for a name that none has."""
+        outputs = (outputs,) if isinstance(outputs, str) else outputs
         wanted = None if outputs is None else tuple(StageName(name) for name in outputs)
         merged = self.engine.planner.spread(params, wanted)
         for name, own in (stages or {}).items():
@@ -131,7 +140,9 @@ class AsyncOmni:
         timeout_s: float = 30.0,
     ) -> Mapping[int, Json]:
         if stage not in self._deploy.stages:
-            raise StartError(f"there is no stage {stage!r}; stages: {', '.join(self._deploy.stages)}", stage=stage)
+            raise InvalidRequest(
+                f"there is no stage {stage!r}; {hint(stage, self._deploy.stages, 'stages')}", field="stage"
+            )
         return await self.engine.call(stage, method, args, replicas=replicas, timeout_s=timeout_s)
 
 

@@ -15,6 +15,7 @@ from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
 from proto.errors import OmniError, ShuttingDown
+from proto.ids import StageName
 from proto.params import Json
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Omni:
         self._omni = AsyncOmni(deploy, overrides=overrides, launcher=launcher)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="omni-client", daemon=True)
+        self._closing = threading.Lock()
+        self._ending = threading.Lock()  # around the next two
+        self._ended = False
+        self._waiting: set[threading.Event] = set()
         self._thread.start()
         try:
             self._wait(self._omni.start(on_progress))
@@ -63,14 +68,29 @@ class Omni:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(lambda _: ended.set())
 
-        self._loop.call_soon_threadsafe(start)
+        if not self._soon(start, ended):
+            work.close()
+            raise _closed()
         try:
             ended.wait()
         except BaseException:
-            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            self._soon(lambda: tasks[0].cancel(), ended)
             ended.wait()
             raise
+        finally:
+            self._waiting.discard(ended)
+        if not tasks or not tasks[0].done():  # another thread has closed this Omni
+            raise _closed()
         return tasks[0].result()
+
+    def _soon(self, callback: Callable[[], object], ended: threading.Event) -> bool:
+        """Call in the loop's thread, and promise that `ended` is set some day; False if the loop takes nothing more."""
+        with self._ending:
+            if self._ended or not self._thread.is_alive():  # it is not alive in a fork of the process
+                return False
+            self._waiting.add(ended)
+            self._loop.call_soon_threadsafe(callback)
+            return True
 
     @overload
     def generate(self, prompt: str, **params: Json) -> RequestOutput: ...
@@ -127,23 +147,43 @@ class Omni:
         finally:
             self._wait(events.aclose())
 
+    def call(
+        self,
+        stage: str,
+        method: str,
+        args: Mapping[str, Json] | None = None,
+        *,
+        replicas: Sequence[int] | None = None,
+        timeout_s: float = 30.0,
+    ) -> Mapping[int, Json]:
+        """RPC to all or some replicas of a stage; the answers by replica. See `omni.pipeline.Pipeline.call`."""
+        call = self._open().call(StageName(stage), method, args, replicas=replicas, timeout_s=timeout_s)
+        return self._wait(call)
+
     def status(self) -> PipelineStatus:
         return self._wait(self._open().status())
 
     def _open(self) -> AsyncOmni:
-        if not self._thread.is_alive():
-            raise ShuttingDown("this Omni is closed; make another one")
+        if self._ended or not self._thread.is_alive():
+            raise _closed()
         return self._omni
 
     def close(self) -> None:
-        """End every stage. Safe to call twice."""
-        if self._thread.is_alive():
-            self._wait(self._omni.stop())
-            self._end_loop()
+        """End every stage. Safe to call twice, and from several threads."""
+        with self._closing:
+            if not self._ended and self._thread.is_alive():
+                try:
+                    self._wait(self._omni.stop())
+                finally:
+                    self._end_loop()
 
     def _end_loop(self) -> None:
+        with self._ending:
+            self._ended = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        for ended in list(self._waiting):
+            ended.set()
         self._loop.close()
 
     def __enter__(self) -> Self:
@@ -153,6 +193,10 @@ class Omni:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _closed() -> ShuttingDown:
+    return ShuttingDown("this Omni is closed, or of another process; make another one")
 
 
 async def _next(events: AsyncGenerator[RequestEvent, None]) -> RequestEvent:

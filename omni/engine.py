@@ -32,6 +32,7 @@ from omni.shell import Endpoints, MasterShell, News
 from omni.snapshot import pipeline_status
 from omni.status import PipelineStatus
 from omni.stream import RequestStream, failure
+from omni.waits import to_its_end
 from proto.deploy import Deploy
 from proto.errors import ErrorCode, ErrorInfo, ShuttingDown, StartError
 from proto.ids import CallId, RequestId, StageName
@@ -69,23 +70,37 @@ class AsyncOmniEngine:
         self._prefix = secrets.token_hex(4)
         self._listeners: list[Callable[[MembershipChanged], None]] = []
         self._pump: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
+        self._started = False
         self._stopping = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Endpoints:
-        """Bind the sockets and take part. Raises `StartError`."""
-        endpoints = await asyncio.to_thread(self._shell.start)
+        """Bind the sockets and take part. Raises `StartError`. If it is cancelled, nothing stays bound."""
+        if self._started:
+            raise StartError("this pipeline was started before; make another one")
+        self._started = True
+        try:
+            endpoints = await to_its_end(asyncio.to_thread(self._shell.start))
+        except asyncio.CancelledError:
+            await to_its_end(asyncio.to_thread(self._shell.stop, STOP_REASON))
+            raise
         self._pump = asyncio.create_task(self._pump_news())
         return endpoints
 
     async def stop(self) -> None:
-        """Fail what runs, tell the stages to go, close the sockets. Safe to call twice."""
-        if self._pump is None or self._stopping:
+        """Fail what runs, tell the stages to go, close the sockets. Safe to call twice, and done even if cancelled."""
+        if self._pump is None:
             return
-        self._stopping = True
+        if self._ending is None:
+            self._stopping = True
+            self._ending = asyncio.ensure_future(self._stop(self._pump))
+        await to_its_end(self._ending)
+
+    async def _stop(self, pump: asyncio.Task[None]) -> None:
         await asyncio.to_thread(self._shell.stop, STOP_REASON)
-        self._pump.cancel()
+        pump.cancel()
         for stream in list(self._streams.values()):
             if not stream.over:
                 stream.push(Errored(ErrorInfo(ErrorCode.SHUTTING_DOWN, STOP_REASON)))
@@ -125,8 +140,7 @@ class AsyncOmniEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
         """See `omni.pipeline.Pipeline.generate`."""
-        if self._stopping:
-            raise ShuttingDown(STOP_REASON)
+        self._check_it_runs()
         plan = self.planner.plan(request, self.readiness.infos)
         stream = RequestStream(RequestId(f"{self._prefix}-{next(self._numbers)}"))
         self._shell.post(Submitted(stream.request, plan))
@@ -152,6 +166,7 @@ class AsyncOmniEngine:
         timeout_s: float = 30.0,
     ) -> Mapping[int, Json]:
         """See `omni.pipeline.Pipeline.call`."""
+        self._check_it_runs()
         call = CallId(next(self._numbers))
         answer: asyncio.Future[CallDone] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
@@ -165,7 +180,14 @@ class AsyncOmniEngine:
         return done.values
 
     async def status(self) -> PipelineStatus:
+        self._check_it_runs()
         return await asyncio.wrap_future(self._shell.ask(pipeline_status))
+
+    def _check_it_runs(self) -> None:
+        if self._stopping:
+            raise ShuttingDown(STOP_REASON)
+        if self._pump is None:
+            raise StartError("this pipeline is not started; use `async with`, or await start() first")
 
     # --- news ---------------------------------------------------------------------------------------------------------
 

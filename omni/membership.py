@@ -71,11 +71,6 @@ class Replica:
         """For people: "painter/1"."""
         return f"{self.stage}/{self.index}"
 
-    @property
-    def serving(self) -> bool:
-        """Its requests may still come back, whether or not it gets new ones."""
-        return self.data is not None and self.state is not ReplicaState.LOADING
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLeft:

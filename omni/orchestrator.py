@@ -456,5 +456,8 @@ class Orchestrator:
 
 def _unavailable(stage: StageName) -> ErrorInfo:
     return ErrorInfo(
-        ErrorCode.STAGE_UNAVAILABLE, f"stage {stage} has no ready replica", stage, retry_after_s=RETRY_AFTER_S
+        ErrorCode.STAGE_UNAVAILABLE,
+        f"stage {stage} has no ready replica; try again later",
+        stage,
+        retry_after_s=RETRY_AFTER_S,
     )

@@ -6,6 +6,7 @@ what the loaded stages said of themselves (`StageInfo`). A request that passes c
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -27,6 +28,9 @@ COMPANION_ROLE: Final = {"negative_prompt": "negative"}
 
 MAX_VALUE_BYTES: Final = 4 << 20
 """Of one input or of the parameters. A few of them fit into a message's header (`proto.framing`)."""
+
+_short: Final = reprlib.Repr()
+_short.maxstring = _short.maxother = 200
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`)?$", re.DOTALL)
@@ -157,7 +161,7 @@ class Planner:
             if field is None and "extra" in given:
                 field = "extra"  # its contents are checked by the struct itself, which gives no path
             what = match["what"] if match else str(error)
-            value = f", got {given[field]!r:.200}" if field in given else ""
+            value = f", got {_short.repr(given[field])}" if field in given else ""
             raise InvalidRequest(
                 f"{field or 'params'}: {what}{value} (stage {stage})", stage=stage, field=field
             ) from None

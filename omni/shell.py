@@ -124,8 +124,13 @@ class MasterShell:
     def stop(self, reason: str) -> None:
         """Fail what runs, tell every stage to go, close the sockets, end the thread."""
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stopped.set_result, reason)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself: it could not bind
+                self._loop.call_soon_threadsafe(self._end, reason)
             self._thread.join()
+
+    def _end(self, reason: str) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -141,7 +146,7 @@ class MasterShell:
             try:
                 self._bind(context)
             except (zmq.ZMQError, ValueError, StartError) as error:
-                self._bound.set_exception(StartError(f"master.bind {self.deploy.master.bind}: {error}"))
+                self._bound.set_exception(StartError(self._why_not_bound(error)))
                 return
             inbox = asyncio.create_task(self._read_inbox())
             reason = await self._stopped
@@ -181,6 +186,16 @@ class MasterShell:
         )
         self._data = Outbox(Port(sockets[1], self._loop, self._on_data, ROUTER_PARTS), self._loop, self._peer_gone)
         self._bound.set_result(endpoints)
+
+    def _why_not_bound(self, error: Exception) -> str:
+        spec = self.deploy.master
+        if not isinstance(error, zmq.ZMQError):
+            return f"master.bind {spec.bind}: {error}"
+        data = f" (or master.data_port {spec.data_port})" if spec.data_port else ""
+        return (
+            f"master.bind {spec.bind}{data}: {error.strerror}; another omni-master may run here:"
+            " end it, or set master.bind to a free address (port 0 picks one)"
+        )
 
     def _config_hash(self, stage: StageName) -> str:
         return hashlib.sha256(msgspec.msgpack.encode(self.deploy.stages[stage])).hexdigest()[:16]

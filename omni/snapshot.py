@@ -63,7 +63,7 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         epoch=replica.epoch,
         host=replica.host,
         pid=replica.pid,
-        devices=replica.devices,
+        devices=replica.devices or ((replica.info.device,) if replica.info is not None and replica.info.device else ()),
         note=replica.note,
         in_flight=replica.in_flight,
         steps=beat.steps,

@@ -12,7 +12,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     epoch: Epoch
     host: str
     pid: int
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # as its process was told, else as its engine says
     note: str  # last line of load progress
     in_flight: int  # requests that the master has given it
     steps: int

@@ -99,6 +99,7 @@ class Connection:
         hint = self._loop.call_later(
             HINT_AFTER_S, log.warning, "no answer from a master at %s yet; waiting for it", self._url
         )
+        reason = ""
         try:
             while True:
                 answer = await self._answer_to(hello)
@@ -110,7 +111,9 @@ class Connection:
                         raise Refused(
                             f"the master at {self._url} refuses this worker: {answer.reason}", stage=hello.stage
                         )
-                    log.warning("the master says: %s; asking again", answer.reason)
+                    if answer.reason != reason:  # once, however long it lasts
+                        reason = answer.reason
+                        log.warning("the master says: %s; asking again every %g s", reason, RETRY_REFUSED_S)
                     await asyncio.sleep(RETRY_REFUSED_S)  # the slot is taken: only asking again can tell
         finally:
             hint.cancel()

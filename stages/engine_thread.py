@@ -145,7 +145,8 @@ class EngineThread:
             self._serve(engine)
             engine.close()
         except Exception as error:
-            log.exception("the engine of stage %s is broken", self._context.stage)
+            if loaded or not isinstance(error, OmniError):  # the words of a failed load are enough
+                log.exception("the engine of stage %s is broken", self._context.stage)
             text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
             with contextlib.suppress(janus.SyncQueueShutDown):
                 self.reports.sync_q.put([*self._out, Broken(text, loaded)])

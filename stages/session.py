@@ -73,13 +73,15 @@ PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """`devices` override the deploy's; `replica` None takes any free slot. A worker that does not `exit_with_master` waits
-    for another one, with its model loaded."""
+    for another one, with its model loaded. `exit_when_lost` ends it also when a master is silent or has been replaced; the
+    workers of a launcher need not guess, since it ends them itself."""
 
     master: str
     stage: StageName
     replica: int | None = None
     devices: tuple[str, ...] = ()
     exit_with_master: bool = False
+    exit_when_lost: bool = False
 
 
 class Ended(enum.Enum):
@@ -304,7 +306,9 @@ class StageSession:
         elif isinstance(report, Loaded):
             self._loaded = report
             self._on_loaded(report)
-            self._say_ready(report.info, report.seconds)
+            info = report.info
+            log.info("ready after %.1f s (%s, %s on %s)", report.seconds, info.model, info.dtype, info.device)
+            self._say_ready(info, report.seconds)
         else:
             await self._give_up(report)
 

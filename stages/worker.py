@@ -39,6 +39,9 @@ log = logging.getLogger("omni.stage")
 GOODBYE_S: Final = 0.5
 """How long a Goodbye may take to leave this process."""
 
+EXIT_MASTER_LOST: Final = 3
+"""Exit status of a worker that was to end with its master, and whose master is gone without a word."""
+
 EXIT_NOT_LOADED: Final = 4
 """Exit status of a worker whose engine could not load: trying again would not help by itself."""
 
@@ -79,6 +82,9 @@ class Worker:
                     log.warning("the stage's config has changed; restarting this worker")
                     self._context.term()
                     _restart()
+                if self._options.exit_when_lost and self._last_session is not None:
+                    log.warning("the master at %s is gone", self._options.master)
+                    return EXIT_MASTER_LOST
                 log.warning("the master at %s is gone; waiting for it", self._options.master)
         finally:
             self._context.term()  # waits for last words

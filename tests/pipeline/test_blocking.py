@@ -1,5 +1,8 @@
 """`Omni`, the pipeline for code without an event loop: one prompt, several, a stream that is left, a failure among many."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -63,3 +66,39 @@ def test_closing_twice_is_harmless_and_afterwards_a_call_says_so() -> None:
     pipeline.close()
     with pytest.raises(ShuttingDown, match="closed"):
         pipeline.generate("too late")
+
+
+def test_closing_from_several_threads_at_once_ends_all_of_them_and_what_runs() -> None:
+    omni = Omni(text_to_image(), progress=False)
+    failed: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            omni.generate("hang")
+        except ShuttingDown as error:
+            failed.append(error)
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    closing = [threading.Thread(target=omni.close) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    until(lambda: omni.status().running == 4, "they run")
+    for thread in closing:
+        thread.start()
+    for thread in (*asking, *closing):
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(failed) == 4
+
+
+def test_a_fork_of_the_process_is_told_that_the_pipeline_is_not_its_own(omni: Omni) -> None:
+    child = os.fork()
+    if not child:  # pragma: no cover - another process
+        signal.alarm(30)
+        try:
+            omni.generate("x")
+        except ShuttingDown:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert omni.generate("still here").text == "echo: still here"

@@ -14,6 +14,7 @@ import pytest
 
 from proto.deploy import Deploy
 from proto.errors import StartError
+from stages.worker import EXIT_MASTER_LOST
 from tests.pipeline.harness import Process, Running, deploy, fake_ar, omni_stage, text_to_image, to_json, until
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
@@ -98,6 +99,18 @@ def test_a_worker_whose_master_was_killed_joins_the_next_one_without_loading_aga
             assert pipeline.run("again").text == "echo: again"
         process.signal(signal.SIGTERM)
         assert process.wait() == 0
+
+
+def test_a_worker_that_is_to_end_with_its_master_ends_also_when_that_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "tests.faults.master_process", "async", to_json(headless(port))]
+    with omni_stage(f"tcp://127.0.0.1:{port}", "thinker", tmp_path / "log", "--exit-with-master") as process:
+        with Process(command, tmp_path / "master") as master:
+            master.until_says("StageStarted")
+            master.signal(signal.SIGKILL)
+            master.wait()
+        assert process.wait() == EXIT_MASTER_LOST
+        assert "is gone" in process.output
 
 
 def test_a_worker_that_waits_for_a_master_leaves_at_the_first_signal(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_async_iteration_that_is_left_aborts_and_a_failure_is_raised() -> None:
             while (await omni.status()).running:  # every answer comes from the master's own loop
                 pass
             assert (await omni.call("thinker", "echo", {"a": 1}))[0]["args"] == {"a": 1}
-            with pytest.raises(StartError, match="there is no stage 'painter'"):
+            with pytest.raises(InvalidRequest, match="there is no stage 'painter'"):
                 await omni.call("painter", "echo")
 
     asyncio.run(main())

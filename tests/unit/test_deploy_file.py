@@ -314,6 +314,11 @@ MISTAKES = {
         painter("env: {A=B: x}"),
         "demo.yaml:12: stages.painter.env.A=B: is not a name and value that a process can have in its environment",
     ),
+    "option of a built-in engine": (
+        painter("engine: {options: {depth: 2}}"),
+        "demo.yaml:12: stages.painter.engine.options: the built-in engine has no options (depth); take them away, or set "
+        "`use`",
+    ),
     "list as an engine option": (
         painter("engine: {use: 'a:B', options: {x: [1]}}"),
         "demo.yaml:12: stages.painter.engine.options.x: expected true or false or an integer or a number or text, "
@@ -669,9 +674,10 @@ def test_any_other_folder_is_refused_with_what_was_found(tmp_path: Path, file: s
 def test_an_empty_folder_and_a_file_of_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DeployError, match="is empty; needed is"):
         load_deploy(tmp_path)
-    checkpoint(tmp_path, "model.safetensors", "x")
-    with pytest.raises(DeployError, match="give the folder that it lies in"):
-        load_deploy(tmp_path / "model.safetensors")
+    for file in ("model.safetensors", "config.json"):
+        checkpoint(tmp_path, file, "{}")
+        with pytest.raises(DeployError, match="give the folder that it lies in"):
+            load_deploy(tmp_path / file)
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

@@ -66,6 +66,13 @@ def on(stage: str, **params: Json) -> dict[str, Any]:
     return {"params": {StageName(stage): params}}
 
 
+def nested(levels: int) -> Json:
+    value: Json = 1
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 REFUSALS: list[tuple[GenerateRequest, str | None, str]] = [
@@ -135,6 +142,13 @@ def test_what_cannot_be_done_is_refused_before_work_by_field(
     assert caught.value.info.field == field
     assert words in caught.value.info.message
     assert len(caught.value.info.message) < 600
+
+
+def test_what_is_nested_beyond_all_bounds_is_refused_in_few_words() -> None:
+    with pytest.raises(InvalidRequest, match="nested more than 32 levels") as caught:
+        plan(asked(**on("painter", extra={"true_cfg_scale": nested(50_000)})))
+    assert caught.value.info.field == "extra"
+    assert len(str(caught.value)) < 400
 
 
 def test_refusals_about_a_stage_name_it() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch.saving import save_outputs
+from launch.saving import check_target, save_outputs
 from omni.outputs import (
     AudioOutput,
     ImageOutput,
@@ -19,6 +19,7 @@ from omni.outputs import (
     TokensOutput,
     VideoOutput,
 )
+from proto.errors import InvalidRequest
 from proto.ids import RequestId, StageName
 from proto.messages import Timings, Usage
 
@@ -110,3 +111,12 @@ def test_folder_is_made_and_old_files_are_replaced(tmp_path: Path) -> None:
     for words in ("first", "second"):
         assert save_outputs(result(thinker=TextOutput(words)), target) == [target]
     assert target.read_text() == "second\n"
+
+
+def test_a_file_that_could_not_be_saved_is_refused_with_the_reason(tmp_path: Path) -> None:
+    check_target(tmp_path / "new" / "folder" / "out.png")
+    assert (tmp_path / "new" / "folder").is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"--save '.*out\.png': File exists: '.*file'") as refusal:
+        check_target(tmp_path / "file" / "out.png")
+    assert refusal.value.info.field == "save"
