@@ -4,7 +4,6 @@ Everything that can be known before work starts is checked here: against the dep
 what the loaded stages said of themselves (`StageInfo`). A request that passes can be run.
 """
 
-import difflib
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from proto.errors import InvalidRequest, NotServable
 from proto.ids import StageName
 from proto.messages import Chat, Images, StageInfo, Text, Value
 from proto.params import DiffusionParams, Json, Params, SamplingParams
+from proto.suggest import hint
 from proto.tensors import WireTensor
 
 COMPANION_ROLE: Final = {"negative_prompt": "negative"}
@@ -314,5 +314,4 @@ def _check_sendable(task: TaskPlan) -> None:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known) or 'none'}"
+    return f"; {hint(name, known, 'known')}"

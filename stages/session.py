@@ -89,7 +89,7 @@ class Ended(enum.Enum):
 
     MASTER_LOST = "lost"  # join again
     DISMISSED = "told to go"  # by a master that ends
-    LEFT = "left"
+    LEFT = "stopped on its own host"
     OUTDATED = "the stage's config has changed"
     BROKEN = "broken"
     NOT_LOADED = "not loaded"

@@ -4,7 +4,6 @@ Invariant: no more than `limit` bytes of a body are ever held, whatever its head
 """
 
 import asyncio
-import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -18,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from omni.api.errors import ClientGone, HttpError
 from proto.errors import InvalidRequest
 from proto.params import Json
+from proto.suggest import nearest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -148,8 +148,8 @@ def _explain(text: str, data: Mapping[str, Json], spelling: Mapping[str, str]) -
 def _nearest(name: str, names: list[str]) -> str:
     if len(name) > _LONGEST:
         return ""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    meant = nearest(name, names)
+    return f"; did you mean {meant!r}?" if meant is not None else ""
 
 
 def _at(data: Json, path: str) -> Json:

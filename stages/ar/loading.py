@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from proto.deploy import ArStage
 from proto.errors import StartError
+from stages.devices import usable_device
 from stages.engine import LoadContext
 
 DTYPES: Final = {
@@ -59,7 +60,7 @@ class LoadedModel:
 
 def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
     """Load what `path` holds onto `context.device`. Raises `StartError` naming the stage and what to change."""
-    device = _device(context)
+    device = usable_device(context)
     folder, gguf = _locate(path, context)
     where = {"gguf_file": gguf} if gguf else {}
     try:
@@ -96,19 +97,6 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
         layers=int(config.num_hidden_layers),
         device=device,
     )
-
-
-def _device(context: LoadContext) -> torch.device:
-    try:
-        device = torch.device(context.device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise StartError(
-            f"stage {context.stage}: device {context.device!r} cannot be used here ({error}); change `devices` of the stage",
-            stage=context.stage,
-            field="devices",
-        ) from None
-    return device
 
 
 def _locate(path: Path, context: LoadContext) -> tuple[Path, str | None]:

@@ -4,7 +4,6 @@ Made under `$OMNI_CACHE`, else `$XDG_CACHE_HOME/omni-pipeline`, else `~/.cache/o
 Invariant: a folder of that name is whole. It is built beside it and renamed, by one process at a time. No torch here.
 """
 
-import difflib
 import fcntl
 import os
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from proto.errors import StartError
+from proto.suggest import hint
 
 SCHEME: Final = "demo://"
 
@@ -71,9 +71,8 @@ def check_model(path: str) -> None:
     if path.startswith(SCHEME):
         name = path.removeprefix(SCHEME)
         if name not in CACHE_BUILDERS:
-            near = difflib.get_close_matches(name, CACHE_BUILDERS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(CACHE_BUILDERS)}"
-            raise StartError(f"model.path {path!r} names no demo model; {hint}", field="model.path")
+            words = f"model.path {path!r} names no demo model; {hint(name, CACHE_BUILDERS, 'demo models')}"
+            raise StartError(words, field="model.path")
     elif not Path(path).expanduser().exists():
         raise StartError(
             f"model.path {path!r} is not there; give a checkpoint folder, a GGUF file or one of"

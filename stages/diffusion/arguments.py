@@ -4,7 +4,6 @@ Precedence, strongest first: the job's inputs, its params, its `extra`, the reci
 An argument that nobody set is not passed at all, so that the pipeline's default stands; a 0 is passed like any other value.
 """
 
-import difflib
 import secrets
 from collections.abc import Mapping
 
@@ -14,6 +13,7 @@ import torch
 from proto.errors import InvalidRequest
 from proto.messages import Chat, Images, Text
 from proto.params import MAX_SEED, DiffusionParams, Json
+from proto.suggest import hint
 from stages.diffusion import tensor_inputs
 from stages.diffusion.loading import Painter
 from stages.engine import Job
@@ -80,9 +80,8 @@ def _check_params(params: DiffusionParams, painter: Painter) -> None:
             raise _refusal(painter, f"has no use for {name}; leave it out", name)
     for name in params.extra or {}:
         if name not in painter.signature.plain:
-            near = difflib.get_close_matches(name, painter.signature.plain, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are: {', '.join(painter.info.accepts)}"
-            raise _refusal(painter, f"takes no extra argument {name!r}; {hint}", f"extra.{name}")
+            words = f"takes no extra argument {name!r}; {hint(name, painter.info.accepts, 'arguments')}"
+            raise _refusal(painter, words, f"extra.{name}")
     multiple = painter.info.size_multiple
     for name, value in (("width", params.width), ("height", params.height)):
         if value is not None and value % multiple:

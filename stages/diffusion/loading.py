@@ -22,6 +22,7 @@ from proto.ids import StageName
 from proto.messages import StageInfo
 from proto.params import Json
 from stages.demo.models import resolve_model
+from stages.devices import usable_device
 from stages.diffusion import library
 from stages.diffusion.recipes import Recipe, recipe_for
 from stages.diffusion.signature import CallSignature, read_signature
@@ -53,7 +54,7 @@ def load_painter(context: LoadContext) -> Painter:
     model = context.spec.model
     folder, index = _read_index(context)
     pipeline_class = _pipeline_class(context.stage, model, index)
-    device = torch.device(context.device)
+    device = usable_device(context)
     dtype = _dtype(context.stage, model, folder, index, device)
     try:
         pipe = _load(folder, index, pipeline_class, dtype, context.report).to(device)

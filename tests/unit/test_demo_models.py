@@ -93,7 +93,7 @@ def test_other_paths_are_taken_as_they_are_if_they_exist(tmp_path: Path) -> None
 def test_an_unknown_demo_model_is_refused_with_the_nearest_name_and_nothing_is_built(cache: Path) -> None:
     with pytest.raises(StartError, match="did you mean 'tiny-painter'"):
         check_model("demo://tiny-paint")
-    with pytest.raises(StartError, match="there are smollm2-135m-instruct"):
+    with pytest.raises(StartError, match="demo models: smollm2-135m-instruct"):
         check_model("demo://zzz")
     check_model("demo://tiny-painter")
     assert not cache.exists()
