@@ -77,7 +77,7 @@ def _language_model(path: Path) -> Node:
         seen = f"holds {', '.join(names[:8])}{' and more' if len(names) > 8 else ''}" if names else "is empty"
         raise _refusal(path, f"{seen}; {NEEDED}")
     architectures = _json(config).get("architectures") or []
-    for name in architectures:
+    for name in architectures if isinstance(architectures, list) else []:
         if isinstance(name, str) and (name.endswith("ForCausalLM") or "LMHeadModel" in name):
             return _tree(path.name, path, "ar", Kind.TEXT, f"config.json: {name}")
     seen = f"architectures {architectures}" if architectures else "no `architectures`"
@@ -96,7 +96,7 @@ def _pipeline_class(index: Path) -> str:
 def _json(path: Path) -> Mapping[str, Json]:
     try:
         data = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _refusal(path, f"cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise _refusal(path, "is not a JSON object")

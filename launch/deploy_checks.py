@@ -32,7 +32,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
 
 
 def _master_findings(master: MasterSpec) -> Iterator[Finding]:
-    match = _BIND.match(master.bind)
+    match = _BIND.fullmatch(master.bind)
     if match is None or int(match["port"]) > 65535:
         message = f"{master.bind!r} is not of the form tcp://HOST:PORT; write tcp://127.0.0.1:5570, or tcp://[::1]:5570 for IPv6"
         yield Finding("master.bind", f"{message} (port 0 lets the system pick one)")
@@ -74,7 +74,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _port_findings(deploy: Deploy) -> Iterator[Finding]:
-    match = _BIND.match(deploy.master.bind)
+    match = _BIND.fullmatch(deploy.master.bind)
     control = int(match["port"]) if match else 0
     if control and control == deploy.master.data_port:
         yield Finding("master.data_port", f"{control} is the port of `bind` too; choose another, or 0 for any")
@@ -95,17 +95,17 @@ def _device_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
     if not stage.devices:
         yield Finding(f"{path}.devices", "needs at least one device, such as [cpu]")
     for at, device in enumerate(stage.devices):
-        if not DEVICE.match(device):
+        if not DEVICE.fullmatch(device):
             message = f"{device!r} is not a device; write cpu, cuda, cuda:N, mps or xpu:N"
             yield Finding(f"{path}.devices[{at}]", message)
     for name, value in stage.env.items():
-        if not ENV_NAME.match(name) or "\0" in value:
+        if not ENV_NAME.fullmatch(name) or "\0" in value:
             yield Finding(f"{path}.env.{name}", "is not a name and value that a process can have in its environment")
 
 
 def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
     use = stage.engine.use
-    if use != "builtin" and not ENGINE.match(use):
+    if use != "builtin" and not ENGINE.fullmatch(use):
         yield Finding(f"{path}.engine.use", f"{use!r} is neither `builtin` nor of the form package.module:Class")
     if use == "builtin" and stage.engine.options:
         names = ", ".join(stage.engine.options)
@@ -140,7 +140,10 @@ def _model_findings(stage: StageSpec, path: str, check_paths: bool) -> Iterator[
     elif "://" in model:
         yield Finding(where, f"{model!r} is not a folder; download the model first and give its folder, or demo://NAME")
     elif check_paths and stage.local_replicas:
-        yield from _disk_findings(Path(model), where, stage)
+        try:
+            yield from _disk_findings(Path(model), where, stage)
+        except OSError as error:
+            yield Finding(where, f"{model[:200]!r} cannot be read: {error.strerror or error}")
 
 
 def _disk_findings(model: Path, where: str, stage: StageSpec) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ Precedence: `--set`, then the YAML file (or what the model folder says), then th
 Invariant: what is returned can be started; everything that is wrong is said at once, each problem with its place.
 """
 
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from launch.deploy_checks import deploy_findings
 from launch.deploy_reader import DeployReader
 from launch.flatten import Leaf, flatten
 from launch.origins import Layer, Origin, Problem, refusal
-from launch.yaml_tree import Node, parse
+from launch.yaml_tree import MAX_CHARS, Node, parse
 from omni.graph import Finding, graph_findings
 from proto.deploy import Deploy, StageSpec
 from proto.ids import StageName
@@ -45,13 +46,17 @@ def load_deploy(source: Path | str, overrides: Sequence[str] = (), check_paths: 
     `overrides` are `KEY=VALUE` texts of `--set`. Without `check_paths` the models need not be on this machine.
     Raises `DeployError` with every problem found, one a line.
     """
-    path = _locate(source)
     problems: list[Problem] = []
-    if bare_model.is_bare_model(path):
-        tree, label = bare_model.tree_for(path), str(path)
-    else:
-        label = str(source) if Path(source) == path else str(path)
-        tree = parse(_text(path, label), label, problems)
+    try:
+        path = _locate(source)
+        if bare_model.is_bare_model(path):
+            tree, label = bare_model.tree_for(path), str(path)
+        else:
+            label = str(source) if Path(source) == path else str(path)
+            tree = parse(_text(path, label), label, problems)
+    except OSError as error:
+        message = f"cannot be read: {error.strerror or error}"
+        raise refusal([Problem(Origin(Layer.FILE, f"{source!s:.200}", 0), "", message)]) from error
     return _resolve(tree, overrides, problems, path, check_paths)
 
 
@@ -73,10 +78,11 @@ def _locate(source: Path | str) -> Path:
     names = builtin_configs.names()
     if isinstance(source, str) and source in names:
         return builtin_configs.path_of(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if path.exists():
         return path
-    near = nearest(path.name, [one.name for one in path.parent.iterdir()]) if path.parent.is_dir() else None
+    beside = [one.name for one in path.parent.iterdir() if one.name != path.name] if path.parent.is_dir() else []
+    near = nearest(path.name, beside)
     if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         end = f"; did you mean {str(path.with_name(near))!r}?" if near else ""
     else:
@@ -84,10 +90,23 @@ def _locate(source: Path | str) -> Path:
     raise refusal([Problem(Origin(Layer.FILE, str(source), 0), "", f"no such file or folder{end}")])
 
 
-def _text(path: Path, label: str) -> str:
+def expanded(path: Path | str) -> Path:
+    """With "~" written out, unless it is nobody's: then it is taken for what it is, a name."""
     try:
-        return path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def _text(path: Path, label: str) -> str:
+    """The file's text. No more of it is read than a deploy can have, since a device has no end. Raises OSError."""
+    with path.open("rb") as file:
+        data = file.read(4 * MAX_CHARS + 1)
+    if len(data) > 4 * MAX_CHARS:
+        raise refusal([Problem(Origin(Layer.FILE, label, 1), "", f"larger than {4 * MAX_CHARS} bytes: no deploy file")])
+    try:
+        return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig").read()  # with any line ends
+    except UnicodeDecodeError as error:
         message = f"cannot be read as text: {error}"
         raise refusal([Problem(Origin(Layer.FILE, label, 1), "", message)]) from error
 
@@ -101,7 +120,7 @@ def _with_model_paths(deploy: Deploy, origins: Mapping[str, Origin], folder: Pat
             return stage
         origin = origins.get(f"stages.{name}.model.path")
         base = Path.cwd() if origin is not None and origin.layer is Layer.SET else folder
-        full = os.path.abspath(base / Path(path).expanduser())
+        full = os.path.abspath(base / expanded(path))
         return msgspec.structs.replace(stage, model=msgspec.structs.replace(stage.model, path=full))
 
     return msgspec.structs.replace(deploy, stages={name: absolute(name, one) for name, one in deploy.stages.items()})

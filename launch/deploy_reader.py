@@ -50,8 +50,24 @@ class DeployReader:
         """The deploy, or None if not even its outline can be used."""
         kind = mi.type_info(Deploy)
         assert isinstance(kind, mi.StructType)
+        self._check_text(root, "")
         value = self._struct(root, kind, "", root.origin, ())
         return value if isinstance(value, Deploy) else None
+
+    def _check_text(self, node: Node, path: str) -> None:
+        """Half of a surrogate pair is a character for Python, but no process, file or socket can be told of it. It comes
+        of an escape in YAML, or of bytes in a name that are not UTF-8."""
+        if isinstance(node, Scalar):
+            if isinstance(node.value, str) and not _is_text(node.value):
+                self._note(node.origin, path, f"{node.value!a:.100} holds half of a surrogate pair, which is no text")
+        elif isinstance(node, ListNode):
+            for at, item in enumerate(node.items):
+                self._check_text(item, f"{path}[{at}]")
+        else:
+            for key, entry in node.entries.items():
+                if not _is_text(key):
+                    self._note(entry.origin, path, f"{key!a:.100} holds half of a surrogate pair, which is no text")
+                self._check_text(entry.node, join(path, key))
 
     def _note(self, origin: Origin, path: str, message: str) -> Loaded:
         self.problems.append(Problem(origin, path, message))
@@ -174,6 +190,8 @@ class DeployReader:
             return self._note(origin, path, f"expected a mapping, found {found(node)}")
         if len(node.entries) < (kind.min_length or 0):
             return self._note(origin, path, f"expected at least {kind.min_length} entry, found none")
+        if kind.max_length is not None and len(node.entries) > kind.max_length:
+            return self._note(origin, path, f"expected at most {kind.max_length} entries, found {len(node.entries)}")
         values: dict[str, Loaded] = {}
         key_type, _ = bare(kind.key_type)
         for key, entry in node.entries.items():
@@ -246,6 +264,14 @@ class DeployReader:
             end = "; put it in quotes to make it text"
         wanted = describe(mi.Metadata(kind, extra={"unit": unit}) if unit else kind)
         return self._note(origin, path, f"expected {wanted}, found {found(node)}{end}")
+
+
+def _is_text(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _struct_at(kind: mi.StructType, key: str) -> mi.StructType | None:

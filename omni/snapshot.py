@@ -1,5 +1,7 @@
 """Looks at the core and says what it sees, as plain data. It changes nothing."""
 
+import math
+
 from omni.core import MasterCore
 from omni.membership import Replica
 from omni.planning import COMPANION_ROLE
@@ -69,7 +71,7 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         steps=beat.steps,
         queued=beat.queued,
         running=beat.running,
-        step_s=beat.step_s,
+        step_s=beat.step_s if math.isfinite(beat.step_s) else 0.0,  # JSON has no other numbers
         leases=beat.leases,
         lease_bytes=beat.lease_bytes,
         rss_bytes=beat.rss_bytes,

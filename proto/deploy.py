@@ -21,6 +21,7 @@ Seconds = Annotated[float, Meta(gt=0, extra={"unit": DURATION})]
 Bytes = Annotated[int, Meta(ge=1, extra={"unit": SIZE})]
 SizeOrZero = Annotated[int, Meta(ge=0, extra={"unit": SIZE})]
 Count = Annotated[int, Meta(ge=1)]
+Replicas = Annotated[int, Meta(ge=1, le=1024)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 _NAME = Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")
 Name = Annotated[str, _NAME]
@@ -148,9 +149,9 @@ class DiffusionEngineSpec(_Section, frozen=True):
 class _Stage(_Section, frozen=True, tag_field="kind"):
     model: ModelSpec = ModelSpec()
     devices: tuple[str, ...] = ("cpu",)  # one per local replica, reused in turn: cpu, cuda:0, mps
-    replicas: Count = 1  # how many must be ready before requests are taken
+    replicas: Replicas = 1  # how many must be ready before requests are taken
     local: Annotated[int, Meta(ge=0)] | None = None  # how many of them the launcher starts here; default: all
-    max_replicas: Count | None = None  # slots, for replicas that join later; default: `replicas`
+    max_replicas: Replicas | None = None  # slots, for replicas that join later; default: `replicas`
     threads: Count | None = None  # CPU threads of one replica; default: cores shared by the local replicas
     env: dict[str, str] = {}  # further environment of the local replicas
     inputs: dict[str, Link] = {}
@@ -189,7 +190,7 @@ StageSpec = ArStage | DiffusionStage
 
 class Deploy(_Section, frozen=True):
     name: Name
-    stages: Annotated[dict[Annotated[StageName, _NAME], StageSpec], Meta(min_length=1)]
+    stages: Annotated[dict[Annotated[StageName, _NAME], StageSpec], Meta(min_length=1, max_length=256)]
     master: MasterSpec = MasterSpec()
     api: ApiSpec = ApiSpec()
     limits: LimitsSpec = LimitsSpec()

@@ -6,6 +6,7 @@ must look at its events again afterwards. That rule is kept here and nowhere els
 
 import asyncio
 import enum
+import re
 import socket
 from collections.abc import Callable, Sequence
 from typing import Final, cast
@@ -149,9 +150,10 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """("127.0.0.1", 5570) of "tcp://127.0.0.1:5570"; brackets of an IPv6 host are kept. Raises ValueError."""
     scheme, sep, rest = endpoint.partition("://")
     host, colon, port = rest.rpartition(":")
-    if scheme != "tcp" or not sep or not colon or not host or not (port.isdecimal() or port == "*"):
+    number = "0" if port == "*" else port
+    if scheme != "tcp" or not (sep and colon and host) or not re.fullmatch("[0-9]{1,5}", number) or int(number) > 65535:
         raise ValueError(f"{endpoint!r} is not tcp://HOST:PORT")
-    return host, 0 if port == "*" else int(port)
+    return host, int(number)
 
 
 def is_loopback(host: str) -> bool:

@@ -59,7 +59,11 @@ class Connection:
         host, _ = split_endpoint(url)
         self._host = host
         sock = self._socket(MAX_CONTROL_BYTES)
-        sock.connect(url)
+        try:
+            sock.connect(url)
+        except zmq.ZMQError as error:
+            sock.close()
+            raise Refused(f"the master's address {url!r} cannot be connected to: {error.strerror}") from None
         self._control = Port(sock, self._loop, self._on_control, HEADER_PARTS)
         self._data: Port | None = None
         self._max_frame_bytes = 0

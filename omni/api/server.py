@@ -18,6 +18,9 @@ from proto.errors import DeployError
 _TICK_S: Final = 1.0  # the Date header's resolution
 _GRACE_S: Final = 2  # for answers on their way out when the server stops
 _BACKLOG: Final = 2048
+KEPT_S: Final = 75
+"""Longer than clients keep a connection that is not in use (5 s is common): else now and then one is closed by us just
+when its client sends a request on it, and that request fails."""
 
 
 async def serve(
@@ -47,6 +50,7 @@ async def serve(
             proxy_headers=False,
             server_header=False,
             backlog=_BACKLOG,
+            timeout_keep_alive=KEPT_S,
             timeout_graceful_shutdown=_GRACE_S,
         )
         server = uvicorn.Server(config)

@@ -8,6 +8,7 @@ import pytest
 from openai import OpenAI
 
 from omni.api.errors import STATUS
+from omni.api.server import KEPT_S
 from proto import errors
 from proto.errors import ErrorCode, ErrorInfo, OmniError, to_exception
 from tests.api.cases import CHAT, IMAGES
@@ -136,3 +137,10 @@ def test_models_lists_the_deploy_and_its_visible_stages(ai: OpenAI) -> None:
     assert ai.models.retrieve("demo/painter").id == "demo/painter"
     with pytest.raises(openai.NotFoundError, match="served are: demo, demo/thinker, demo/painter"):
         ai.models.retrieve("gpt-9")
+
+
+def test_connection_not_in_use_is_kept_for_longer_than_clients_keep_theirs() -> None:
+    """Else one is closed now and then just when a request comes on it."""
+    for theirs in (httpx.Limits().keepalive_expiry, openai.DEFAULT_CONNECTION_LIMITS.keepalive_expiry):
+        assert theirs is not None
+        assert 2 * theirs < KEPT_S

@@ -184,3 +184,12 @@ def test_status_of_nobody_says_so(url: str, tmp_path: Path) -> None:
     assert done.err.startswith(f"error: no pipeline answers at {url}: ")
     assert "urlopen" not in done.err
     assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://bad host;x:5570", "tcp://127.0.0.1:99999", "tcp://127.0.0.1:5570\n", "tcp://:5570", "ipc://x", "x"]
+)
+def test_master_address_that_cannot_be_is_refused_at_once(url: str, tmp_path: Path) -> None:
+    done = run(STAGE, "--master", url, "--stage", "painter", "--insecure", cwd=tmp_path)
+    assert done.status == 2
+    assert "Traceback" not in done.out + done.err

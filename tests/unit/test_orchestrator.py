@@ -1,7 +1,9 @@
 """How requests move along the graph, wait, end and are told about: promises of `omni.orchestrator`."""
 
+import math
 import random
 
+import msgspec
 import pytest
 
 from omni.events import Cancelled, StageFinished, StopAsked
@@ -11,7 +13,7 @@ from omni.status import PipelineStatus
 from proto.deploy import ArStage, Balance, Kind, LimitsSpec
 from proto.errors import ErrorCode
 from proto.ids import RequestId
-from proto.messages import Chunk, Images, Started, Submit, Text, TextDelta, Tokens
+from proto.messages import Chunk, Heartbeat, Images, Started, Submit, Text, TextDelta, Tokens
 from proto.params import DiffusionParams
 from tests.unit.drive import Master, ar, deploy, diffusion
 
@@ -602,3 +604,13 @@ def test_affinity_gives_way_to_room() -> None:
     master.submit(affinity="alice")
     master.submit(affinity="alice")
     assert [stage.in_flight for stage in stages] == [1, 1]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_the_status_is_json_whatever_numbers_a_stage_reports(number: float) -> None:
+    """A stage may report a step time that is no number; nobody who asks for the status may suffer from that."""
+    master = solo()
+    stage = master.join("thinker")
+    stage.say(Heartbeat(epoch=stage.epoch, steps=1, queued=0, running=0, step_s=number))
+    body = msgspec.json.encode(status(master))
+    assert msgspec.json.decode(body, type=PipelineStatus).stages[0].replicas[0].step_s == 0.0
