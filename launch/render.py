@@ -87,9 +87,14 @@ def show_timings(result: RequestOutput, console: Console) -> None:
     rows(console, "where the time went (seconds)", ["stage", "queue", "pull", "run", "sum", "of which"], lines)
 
 
+def _brief(value: float) -> str:
+    """Seconds with three digits, counts as they are: engines report both."""
+    return str(int(value)) if value >= 1 and value == int(value) else f"{value:.3f}"
+
+
 def _timing_line(done: StageDone) -> list[str]:
     times = done.timings
-    parts = [f"{name} {seconds:.3f}" for name, seconds in times.detail.items()]
+    parts = [f"{name.replace('_', ' ')} {_brief(value)}" for name, value in times.detail.items() if value]
     if done.usage.completion_tokens:
         parts.append(f"{done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens")
     total = times.queue_s + times.pull_s + times.run_s

@@ -123,7 +123,7 @@ def test_terminal_of_any_width_loses_nothing_of_a_status(width: int) -> None:
 def result(*, images: int = 1) -> RequestOutput:
     array = np.zeros((images, 48, 64, 3), np.uint8)
     request = RequestId("r")
-    told = Timings(queue_s=0.25, run_s=1.5, detail={"prefill": 0.5, "decode": 1.0})
+    told = Timings(queue_s=0.25, run_s=1.5, detail={"prefill": 0.5, "decode": 0.875, "steps": 8.0, "rows_shared": 0.0})
     drawn = Timings(queue_s=0.0, pull_s=0.125, run_s=2.0)
     stages = [
         StageDone(request, StageName("thinker"), TextOutput("a [bold] star"), "stop", Usage(12, 34), told),
@@ -173,7 +173,7 @@ def test_times_of_the_stages_and_between_them_add_up_to_the_total() -> None:
     console, out = piped()
     show_timings(result(), console)
     rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[2:]]
-    assert rows[0] == "thinker 0.250 0.000 1.500 1.750 prefill 0.500, decode 1.000, 12 + 34 tokens"
+    assert rows[0] == "thinker 0.250 0.000 1.500 1.750 prefill 0.500, decode 0.875, steps 8, 12 + 34 tokens"
     assert rows[1] == "painter 0.000 0.125 2.000 2.125"
     assert rows[-2:] == ["between stages 0.125", "total 4.000"]
 
