@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -108,16 +108,18 @@ class Requests:
     async def _pull_and_run(self, active: _Active, tensors: Sequence[WireTensor], received_at: float) -> None:
         message = active.submit
         started = time.monotonic()
-        names = [name for name, value in message.inputs.items() if isinstance(value, Payload)]
-        lost: OmniError | None = None
         try:
-            async with asyncio.TaskGroup() as group:
-                pulls = {name: group.create_task(self._pull(message, name)) for name in names}
-        except* OmniError as errors:
-            lost = _first(errors)
-        if lost is not None:
-            await self._fail(message.request, lost.info)
+            job = await self._with_payloads(message, tensors)
+        except Exception as error:  # noqa: BLE001 - a fault stays with its request, which would never end otherwise
+            await self._fail(message.request, self._reason(error))
             return
+        self._run(active, job, received_at, time.monotonic() - started)
+
+    async def _with_payloads(self, message: Submit, tensors: Sequence[WireTensor]) -> Job:
+        """The job, once every payload among its inputs is here. Raises `OmniError`, alone or in a group."""
+        names = [name for name, value in message.inputs.items() if isinstance(value, Payload)]
+        async with asyncio.TaskGroup() as group:
+            pulls = {name: group.create_task(self._pull(message, name)) for name in names}
         inputs: dict[str, Value] = {n: v for n, v in message.inputs.items() if n not in pulls}
         payloads: dict[str, PulledPayload] = {}
         all_tensors = list(tensors)
@@ -128,8 +130,15 @@ class Requests:
                 payloads[name] = pulled
             else:
                 inputs[name] = value
-        job = Job(message.request, inputs, message.params, message.emit, message.publish, all_tensors, payloads)
-        self._run(active, job, received_at, time.monotonic() - started)
+        return Job(message.request, inputs, message.params, message.emit, message.publish, all_tensors, payloads)
+
+    def _reason(self, error: Exception) -> ErrorInfo:
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        if isinstance(error, OmniError):
+            return error.info
+        log.error("stage %s: a pull ended badly", self._stage, exc_info=error)
+        return ErrorInfo(ErrorCode.STAGE_FAILED, f"{type(error).__name__}: {error}", self._stage)
 
     async def _pull(self, message: Submit, name: str) -> PulledPayload:
         payload = message.inputs[name]
@@ -268,11 +277,8 @@ class Requests:
     def _over(self, request: RequestId) -> None:
         self._active.pop(request, None)
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            await work
-
-        task = asyncio.get_running_loop().create_task(run())
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
@@ -280,15 +286,10 @@ class Requests:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("stage %s: a pull ended badly", self._stage, exc_info=error)
+            log.error("stage %s: a failure could not be told", self._stage, exc_info=error)
 
     def close(self) -> None:
         """The session is over: stop pulling and forget everything."""
         for task in self._tasks:
             task.cancel()
         self._active.clear()
-
-
-def _first(errors: BaseExceptionGroup[OmniError]) -> OmniError:
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -5,12 +5,14 @@ The source is a stage in the test's hands; the consumer is a real worker process
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from omni.outputs import StageStarted
 from proto.deploy import EdgeSpec, Link
-from proto.errors import PayloadLost
+from proto.errors import PayloadLost, ProtocolError
 from proto.messages import Payload, Published, Pull, Result, StageInfo, Submit, Text
+from proto.params import Json
 from tests.pipeline.harness import Flight, Running, deploy, fake_ar, fake_painter, until
 from tests.pipeline.raw_stage import RawStage, tensor
 
@@ -125,6 +127,28 @@ def test_a_payload_that_is_not_what_was_promised_fails_its_request_alone(
     assert isinstance(error, PayloadLost)
     assert EDGE in str(error)
     assert words in str(error)
+    assert kept.result().images
+    until_nothing_is_held(pipeline, source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meta"),
+    [
+        *(("audio", {}), ("audio", {"sample_rate": "many"}), ("video", {"fps": [1]}), ("image", {"seeds": 5})),
+        *(("image", {"seeds": [None]}), ("image", {"seeds": ["x"]})),
+    ],
+)
+def test_a_payload_that_lacks_what_its_kind_needs_fails_its_request_alone(
+    pipeline: Running, source: RawStage, kind: str, meta: dict[str, Json]
+) -> None:
+    flight, pull = ask(pipeline, source, "odd", msgspec.structs.replace(source.keep(kind, DATA), meta=meta))
+    kept, good = ask(pipeline, source, "kept")
+    source.answer(pull)
+    source.answer(good)
+    error = flight.error()
+    assert isinstance(error, ProtocolError)
+    assert f"stage thinker is no {kind}" in str(error)
+    assert error.info.stage == "painter"
     assert kept.result().images
     until_nothing_is_held(pipeline, source)
 
