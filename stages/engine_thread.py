@@ -126,6 +126,7 @@ class EngineThread:
         self.queued = 0
         self.running = 0
         self.step_s = 0.0
+        self.broken: Broken | None = None  # set before it is reported: a report may be lost with its session
         self._make = make_engine
         self._context = context
         self._times: dict[RequestId, _Times] = {}
@@ -144,12 +145,13 @@ class EngineThread:
             loaded = True
             self._serve(engine)
             engine.close()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: a library may raise it, and the thread ends by it all the same
             if loaded or not isinstance(error, OmniError):  # the words of a failed load are enough
                 log.exception("the engine of stage %s is broken", self._context.stage)
             text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
+            self.broken = Broken(text, loaded)
             with contextlib.suppress(janus.SyncQueueShutDown):
-                self.reports.sync_q.put([*self._out, Broken(text, loaded)])
+                self.reports.sync_q.put([*self._out, self.broken])
 
     def _load(self) -> Engine:
         started = time.monotonic()

@@ -120,7 +120,9 @@ class Worker:
             if self._signals:
                 self._session.drain()
             ended = await self._session.serve(self._remember)
-            if ended is Ended.MASTER_LOST:
+            if engine.broken is not None:  # whatever ended the session, there is nothing to join again with
+                ended = Ended.BROKEN if engine.broken.loaded else Ended.NOT_LOADED
+            elif ended is Ended.MASTER_LOST:
                 engine.commands.async_q.put_nowait(DropAll())
             return ended
         finally:

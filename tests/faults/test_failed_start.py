@@ -36,6 +36,12 @@ def test_a_process_that_dies_while_it_loads_is_a_failed_start() -> None:
             failed.result(60)
 
 
+def test_a_load_in_which_a_library_exits_is_a_failed_start() -> None:
+    text = start_error(fake_ar(use="tests.pipeline.engines:Leaves", options={"load": "exit"}))
+    assert "thinker/0" in text
+    assert "SystemExit: the library leaves, as the test asked" in text
+
+
 @pytest.mark.parametrize("use", ["no.such.module:Engine", "tests.fakes.engines:NoSuchEngine"])
 def test_an_engine_that_cannot_be_imported_is_named(use: str) -> None:
     text = start_error(fake_ar(use=use))

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import random
+import sys
 from collections.abc import Mapping
 
 from proto.deploy import Kind
@@ -82,6 +83,25 @@ class Breaks(FakeAr):
         if self._prompt(running.job) == "break":
             raise RuntimeError("the device is gone, as the test asked")
         return super().one(running)
+
+
+class Leaves(FakeAr):
+    """Raises SystemExit, as a library may that takes itself for a program: in a load, a step or a call."""
+
+    def load(self, context: LoadContext) -> StageInfo:
+        if context.spec.engine.options.get("load") == "exit":
+            sys.exit("the library leaves, as the test asked")
+        return super().load(context)
+
+    def one(self, running: _Running) -> list[Event]:
+        if self._prompt(running.job) == "exit":
+            sys.exit("the library leaves, as the test asked")
+        return super().one(running)
+
+    def call(self, method: str, args: Mapping[str, Json]) -> Json:
+        if method == "exit":
+            sys.exit("the library leaves, as the test asked")
+        return super().call(method, args)
 
 
 class BadAnswers(FakeAr):

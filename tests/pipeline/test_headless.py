@@ -14,8 +14,10 @@ import pytest
 
 from proto.deploy import Deploy
 from proto.errors import StartError
+from proto.messages import Failed, Shutdown
 from stages.worker import EXIT_MASTER_LOST
 from tests.pipeline.harness import Process, Running, deploy, fake_ar, omni_stage, text_to_image, to_json, until
+from tests.pipeline.raw_master import RawMaster
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 
@@ -195,3 +197,12 @@ def test_a_stage_on_another_host_joins_and_its_tensors_cross(other_host: str, tm
             for process in (near, there):
                 process.signal(signal.SIGTERM)
             assert [near.wait(), there.wait()] == [0, 0]
+
+
+def test_a_worker_whose_engine_broke_while_its_master_went_away_does_not_join_with_it_again(tmp_path: Path) -> None:
+    with RawMaster() as master, omni_stage(master.url, "thinker", tmp_path / "log") as process:
+        master.welcome(fake_ar(use="tests.pipeline.engines:Breaks"))
+        master.submit("break")
+        master.got(Failed)
+        master.tell(Shutdown(reason="just now"))  # while the worker waits until its last words are heard
+        assert process.wait() == 1, process.output

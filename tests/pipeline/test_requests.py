@@ -7,7 +7,7 @@ import pytest
 
 from omni.outputs import RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
 from proto.deploy import Kind, LimitsSpec, Link
-from proto.errors import InvalidRequest, QueueFull, StageFailed
+from proto.errors import InvalidRequest, OmniError, QueueFull, StageFailed
 from tests.pipeline.harness import Running, deploy, fake_ar, fake_painter, text_to_image, until
 
 
@@ -99,6 +99,17 @@ def test_a_prompt_that_breaks_the_engine_is_told_so_and_takes_no_other_process_w
         assert "the device is gone, as the test asked" in str(error)
         assert error.info.stage == "thinker"
         assert pipeline.run("unharmed", outputs=["other"]).text == "echo: unharmed"
+
+
+def test_an_engine_that_exits_in_a_step_or_a_call_is_broken_and_comes_back() -> None:
+    with Running(deploy({"thinker": fake_ar(use="tests.pipeline.engines:Leaves")})) as pipeline:
+        for ask in (lambda: pipeline.launch("exit").result(), lambda: pipeline.call("thinker", "exit")):
+            before = pipeline.replica("thinker").epoch
+            with pytest.raises(OmniError, match=r"SystemExit: the library leaves|went away"):
+                ask()
+            until(lambda old=before: any(r.epoch > old for r in pipeline.stage("thinker").replicas), "the next one")
+            pipeline.until_ready()
+            assert pipeline.run("unharmed").text == "echo: unharmed"
 
 
 @pytest.mark.parametrize("prompt", ["chunk", "result"])
