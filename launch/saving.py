@@ -1,6 +1,6 @@
 """What a request gave, as files: `.png`, `.txt`, `.wav` by kind. The caller names one file; its stem serves for all."""
 
-import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,19 +16,25 @@ from omni.outputs import (
 )
 from proto.errors import InvalidRequest
 
+_LONGEST_END = "-1000.tokens.txt"
+"""About the most that a file's name is longer than its stem."""
+
 
 def check_target(target: Path) -> None:
     """Make the folder of `target`. Raises `InvalidRequest` when nothing can be saved there."""
     folder = target.parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = f"{error.strerror or error}: {str(folder)!r}"
-    else:
-        if os.access(folder, os.W_OK | os.X_OK):
-            return
-        reason = f"the folder {str(folder)!r} cannot be written to"
-    raise InvalidRequest(f"--save {str(target)!r}: {reason}; name a file in another folder", field="save")
+        if target.is_dir():
+            reason = "that is a folder; name a file in it"
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            # The only way to know is to try: root may write anywhere, but not on every file system.
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=target.name, suffix=_LONGEST_END):
+                return
+    except (OSError, ValueError) as error:
+        reason = f"{error.strerror or error}: {str(folder)!r}" if isinstance(error, OSError) else str(error)
+        reason = f"{reason}; name another file, or one in another folder"
+    raise InvalidRequest(f"--save {str(target)[:200]!r}: {reason}", field="save")
 
 
 def save_outputs(result: RequestOutput, target: Path) -> list[Path]:

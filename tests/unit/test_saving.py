@@ -120,3 +120,25 @@ def test_a_file_that_could_not_be_saved_is_refused_with_the_reason(tmp_path: Pat
     with pytest.raises(InvalidRequest, match=r"--save '.*out\.png': File exists: '.*file'") as refusal:
         check_target(tmp_path / "file" / "out.png")
     assert refusal.value.info.field == "save"
+
+
+@pytest.mark.parametrize(
+    "target", ["", ".", "..", "/", "folder", "folder/", "folder/..", "x" * 250, "a\0b", "/proc/out.png"]
+)
+def test_what_is_no_name_of_a_file_or_in_no_folder_of_files_is_refused(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    with pytest.raises(InvalidRequest, match="--save") as refusal:
+        check_target(Path(target))
+    assert refusal.value.info.field == "save"
+    assert len(str(refusal.value)) < 600
+    assert [one.name for one in tmp_path.rglob("*")] == ["folder"]
+
+
+def test_a_file_that_can_be_saved_is_not_touched_yet(tmp_path: Path) -> None:
+    (tmp_path / "out.png").write_text("from before")
+    check_target(tmp_path / "out.png")
+    assert [one.name for one in tmp_path.iterdir()] == ["out.png"]
+    assert (tmp_path / "out.png").read_text() == "from before"
