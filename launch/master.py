@@ -23,6 +23,7 @@ from launch.one_shot import run_prompt
 from launch.overrides import parse_value
 from launch.render import show_status
 from launch.serving import serve_until_cancelled
+from launch.standard_streams import open_those_that_are_closed
 from omni.async_omni import AsyncOmni
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
@@ -207,6 +208,7 @@ def _fail(error: OmniError, code: int) -> None:
 
 
 def main() -> None:
+    open_those_that_are_closed()
     app()
 
 

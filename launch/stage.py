@@ -16,6 +16,7 @@ import uvloop
 
 from launch.environment import QUIET_LIBRARIES
 from launch.logs import set_up_logs
+from launch.standard_streams import open_those_that_are_closed
 from proto.errors import OmniError
 from proto.ids import StageName
 from proto.sockets import is_loopback, split_endpoint
@@ -121,6 +122,7 @@ def _end_with_parent(fd: int) -> None:
 
 
 def main() -> None:
+    open_those_that_are_closed()
     app()
 
 

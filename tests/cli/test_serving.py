@@ -1,8 +1,10 @@
 """`omni-master launch DEPLOY` until it is interrupted, `omni-master status` beside it, `omni-stage` joining it."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -189,3 +191,28 @@ def test_second_interrupt_ends_too(no_leftovers: None, loading: Served) -> None:
     os.kill(loading.pid, signal.SIGINT)
     assert loading.wait() != 0
     until(lambda: not [pid for pid in children if Path(f"/proc/{pid}").exists()], "the stages are gone")
+
+
+@pytest.mark.parametrize("closed", ["0", "1", "2", "0 1", "1 2", "0 1 2"])
+def test_it_serves_also_where_its_starter_has_closed_the_standard_streams(
+    closed: str, deploy: Path, tmp_path: Path
+) -> None:
+    with socket.socket() as sock:  # it cannot say which port it took
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    command = [MASTER, "launch", str(deploy), "--set", f"api.port={port}"]
+    shell = ["sh", "-c", 'exec "$@" ' + " ".join(f"{number}>&-" for number in closed.split()), "sh", *command]
+    with Process(shell, tmp_path / "log", PLAIN) as process:
+
+        def ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                return httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
+            return False
+
+        until(ready, "it is ready")
+        answer = httpx.post(f"http://127.0.0.1:{port}{IMAGES}", json={"prompt": "x"})
+        assert answer.status_code == 200, answer.text
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 143
+        assert "Assertion" not in process.output
+        assert "Traceback" not in process.output
