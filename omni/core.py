@@ -29,6 +29,7 @@ from omni.graph import Graph
 from omni.leases import Leases
 from omni.membership import Membership, Replica, ReplicaLeft
 from omni.orchestrator import Orchestrator
+from omni.placement import Placement
 from omni.task import Arrival
 from proto.deploy import Deploy
 from proto.ids import StageName
@@ -78,7 +79,7 @@ class MasterCore:
         )
         self.leases = Leases(self.members)
         balancers = {StageName(n): make_balancer(s.balance, rng) for n, s in deploy.stages.items()}
-        self.orchestrator = Orchestrator(self.members, self.leases, deploy.limits, balancers)
+        self.orchestrator = Orchestrator(self.members, self.leases, deploy.limits, Placement(self.members, balancers))
         self.calls = Calls()
         self.junk = 0
 

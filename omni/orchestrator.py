@@ -14,13 +14,13 @@ Invariants, checked by `check_integrity` in tests:
 
 import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
-from omni.balancer import Balancer, Candidate
 from omni.events import Action, Completed, Errored, PartArrived, RequestNews, SendControl, SendData, StageFinished, Tell
 from omni.leases import EdgeName, Leases
 from omni.membership import Membership, Replica
+from omni.placement import Placement
 from omni.plan import MAIN, RequestPlan, Source, TaskKey, split_wire_id, wire_id
 from omni.task import Arrival, Request, Task, TaskState
 from proto.deploy import LimitsSpec
@@ -44,25 +44,21 @@ from proto.messages import (
 from proto.tensors import WireTensor
 
 MAX_ATTEMPTS: Final = 2
-MAX_STICKY: Final = 4096
 RETRY_AFTER_S: Final = 2.0
 
 
 class Orchestrator:
-    def __init__(
-        self, members: Membership, leases: Leases, limits: LimitsSpec, balancers: Mapping[StageName, Balancer]
-    ) -> None:
+    def __init__(self, members: Membership, leases: Leases, limits: LimitsSpec, placement: Placement) -> None:
         self._members = members
         self._leases = leases
         self._limits = limits
-        self._balancers = balancers
+        self._placement = placement
         self.queued: OrderedDict[RequestId, Request] = OrderedDict()
         self.running: dict[RequestId, Request] = {}
-        self.waiting: dict[StageName, deque[Request]] = {stage: deque() for stage in balancers}
+        self.waiting: dict[StageName, deque[Request]] = {stage: deque() for stage in members.slots}
         self.done = 0
         self.failed: Counter[ErrorCode] = Counter()
         self._unanswered: dict[tuple[Epoch, RequestId], Replica] = {}  # aborted tasks whose slot is still taken
-        self._sticky: OrderedDict[tuple[StageName, str], int] = OrderedDict()
         self._deadlines: list[tuple[float, RequestId]] = []
         self._starting = False
 
@@ -141,29 +137,12 @@ class Orchestrator:
         while queue:
             request = queue[0]
             siblings = request.siblings(stage)
-            replica = self._choose(stage, len(siblings), request.plan.affinity)
+            replica = self._placement.choose(stage, len(siblings), request.plan.affinity)
             if replica is None:
                 break
             queue.popleft()
             actions += [self._send(request, task, replica) for task in siblings]
         return actions
-
-    def _choose(self, stage: StageName, count: int, affinity: str | None) -> Replica | None:
-        room = self._members.deploy.stages[stage].max_in_flight - count
-        ready = {r.index: r for r in self._members.ready(stage) if r.in_flight <= room}
-        if not ready:
-            return None
-        if affinity is None:
-            return ready[self._balancers[stage].choose([Candidate(i, r.in_flight) for i, r in ready.items()])]
-        key = (stage, affinity)
-        index = self._sticky.get(key)
-        if index not in ready:
-            index = self._balancers[stage].choose([Candidate(i, r.in_flight) for i, r in ready.items()])
-        self._sticky[key] = index
-        self._sticky.move_to_end(key)
-        if len(self._sticky) > MAX_STICKY:
-            self._sticky.popitem(last=False)
-        return ready[index]
 
     def _send(self, request: Request, task: Task, replica: Replica) -> Action:
         task.state = TaskState.SENT
