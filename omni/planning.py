@@ -19,7 +19,7 @@ from proto.deploy import ArStage, Deploy, StageSpec
 from proto.errors import InvalidRequest, NotServable
 from proto.ids import StageName
 from proto.messages import Chat, Images, StageInfo, Text, Value
-from proto.params import DiffusionParams, Json, Params, SamplingParams
+from proto.params import DiffusionParams, Json, Params, SamplingParams, set_fields
 from proto.suggest import hint
 from proto.tensors import WireTensor
 
@@ -154,7 +154,7 @@ class Planner:
                 raise InvalidRequest(f"stage {stage} takes no {name!r}{_nearest(name, known)}", stage=stage, field=name)
         given = {name: value for name, value in overrides.items() if value is not None}
         try:
-            params = msgspec.convert({**_set_fields(spec.defaults), **given}, kind)
+            params = msgspec.convert({**set_fields(spec.defaults), **given}, kind)
         except msgspec.ValidationError as error:
             match = _AT.match(str(error))
             field = match["field"] if match else None
@@ -293,10 +293,6 @@ class Planner:
 
 def _fields(spec: StageSpec) -> tuple[str, ...]:
     return SamplingParams.__struct_fields__ if isinstance(spec, ArStage) else DiffusionParams.__struct_fields__
-
-
-def _set_fields(params: Params) -> dict[str, Json]:
-    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
 
 
 def _check_sendable(task: TaskPlan) -> None:

@@ -116,3 +116,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 Params = SamplingParams | DiffusionParams
+
+
+def set_fields(params: Params) -> dict[str, Json]:
+    """What is set, by name: None means "not set" in every field."""
+    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}

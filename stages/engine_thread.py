@@ -17,7 +17,7 @@ import janus
 from proto.errors import ErrorCode, ErrorInfo, OmniError
 from proto.ids import CallId, RequestId
 from proto.messages import StageInfo, Started, Timings
-from proto.params import Json
+from proto.params import Json, set_fields
 from stages.engine import Emit, Engine, Event, Failed, Finished, Job, LoadContext, Publish
 
 log = logging.getLogger("omni.stage")
@@ -253,8 +253,8 @@ def _check_defaults(context: LoadContext, info: StageInfo) -> None:
     """The deploy's defaults go with every request, so one that the model cannot take must stop the start."""
     if info.params is None:
         return
-    for name in context.spec.defaults.__struct_fields__:
-        if getattr(context.spec.defaults, name) is not None and name not in info.params and name != "extra":
+    for name in set_fields(context.spec.defaults):
+        if name not in info.params and name != "extra":
             raise OmniError(
                 f"stages.{context.stage}.defaults.{name}: {info.model} does not take it;"
                 f" it takes: {', '.join(sorted(info.params))}",

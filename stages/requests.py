@@ -80,7 +80,6 @@ class Requests:
             active.pulling = self._spawn(self._pull_and_run(active, tensors, received_at))
         else:
             self._run(
-                active,
                 Job(message.request, message.inputs, message.params, message.emit, message.publish, tensors),
                 received_at,
                 0.0,
@@ -113,7 +112,7 @@ class Requests:
         except Exception as error:  # noqa: BLE001 - a fault stays with its request, which would never end otherwise
             await self._fail(message.request, self._reason(error))
             return
-        self._run(active, job, received_at, time.monotonic() - started)
+        self._run(job, received_at, time.monotonic() - started)
 
     async def _with_payloads(self, message: Submit, tensors: Sequence[WireTensor]) -> Job:
         """The job, once every payload among its inputs is here. Raises `OmniError`, alone or in a group."""
@@ -146,7 +145,7 @@ class Requests:
         tensors = await self._payloads.pull(message.request, name, payload, self._spec.edge.deadline)
         return PulledPayload(payload, tensors)
 
-    def _run(self, active: _Active, job: Job, received_at: float, pull_s: float) -> None:
+    def _run(self, job: Job, received_at: float, pull_s: float) -> None:
         if not self._to_engine(Run(job, received_at, pull_s)):
             error = ErrorInfo(
                 ErrorCode.QUEUE_FULL, f"stage {self._stage} takes no more requests now", self._stage, retry_after_s=1.0

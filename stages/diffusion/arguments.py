@@ -7,12 +7,11 @@ An argument that nobody set is not passed at all, so that the pipeline's default
 import secrets
 from collections.abc import Mapping
 
-import msgspec
 import torch
 
 from proto.errors import InvalidRequest
 from proto.messages import Chat, Images, Text
-from proto.params import MAX_SEED, DiffusionParams, Json
+from proto.params import MAX_SEED, DiffusionParams, Json, set_fields
 from proto.suggest import hint
 from stages.diffusion import tensor_inputs
 from stages.diffusion.loading import Painter
@@ -49,7 +48,7 @@ def pixels(params: DiffusionParams, painter: Painter) -> int:
 def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> dict[str, Json]:
     """Keyword arguments for the pipeline's `__call__`, but for its output type and callback."""
     arguments: dict[str, Json] = {**painter.recipe.fixed, **_extra(params, painter)}
-    arguments.update({n: v for n, v in _set_fields(params).items() if n in _SAME_NAME})
+    arguments.update({n: v for n, v in set_fields(params).items() if n in _SAME_NAME})
     if params.guidance_scale is not None and painter.recipe.guidance is not None:
         arguments[painter.recipe.guidance] = params.guidance_scale
     arguments.update(tensor_inputs.build(job, painter))
@@ -69,13 +68,9 @@ def _refusal(painter: Painter, problem: str, field: str) -> InvalidRequest:
     return InvalidRequest(f"stage {painter.stage}: {painter.info.model} {problem}", stage=painter.stage, field=field)
 
 
-def _set_fields(params: DiffusionParams) -> dict[str, Json]:
-    return {name: value for name, value in msgspec.structs.asdict(params).items() if value is not None}
-
-
 def _check_params(params: DiffusionParams, painter: Painter) -> None:
     known = painter.info.params or ()
-    for name in _set_fields(params):
+    for name in set_fields(params):
         if name not in known and not (name == "num_images" and params.num_images == 1):
             raise _refusal(painter, f"has no use for {name}; leave it out", name)
     for name in params.extra or {}:

@@ -97,8 +97,10 @@ class MasterRelay:
 
     def _arm(self) -> None:
         """Expire leases in time, with one timer however many there are."""
+        if self._timer is not None:
+            return
         at = self._store.deadline()
-        if self._timer is None and at is not None:
+        if at is not None:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, at - time.monotonic()), self._expire)
 
     def _expire(self) -> None:
