@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -41,6 +42,7 @@ from proto.params import Json
 
 log = logging.getLogger("omni.master")
 
+DEPARTURES: Final = 64
 STOP_REASON: Final = "the master is shutting down"
 
 
@@ -69,6 +71,8 @@ class AsyncOmniEngine:
         self._numbers = itertools.count(1)
         self._prefix = secrets.token_hex(4)
         self._listeners: list[Callable[[MembershipChanged], None]] = []
+        # A stage may be gone before anybody waits for it; bounded, since later ones only matter to a start.
+        self._departures: deque[MembershipChanged] = deque(maxlen=DEPARTURES)
         self._pump: asyncio.Task[None] | None = None
         self._ending: asyncio.Future[None] | None = None
         self._started = False
@@ -117,19 +121,18 @@ class AsyncOmniEngine:
         """Until every stage has its replicas. Raises `StartError` when one of them will not come up by itself."""
         changes: asyncio.Queue[MembershipChanged] = asyncio.Queue()
         self._listeners.append(changes.put_nowait)
-        lines: list[str] = []
         try:
             while True:
                 await self._refresh()
                 if not self.readiness.waiting:
+                    self._departures.clear()
                     return
+                if any(change.fatal for change in self._departures):
+                    raise StartError("; ".join(change.line for change in self._departures))
                 if on_progress is not None:
                     for line in self.readiness.waiting:
                         on_progress(line)
-                change = await changes.get()
-                lines.append(change.line)
-                if change.fatal:
-                    raise StartError("; ".join(line for line in lines if " left: " in line or line is change.line))
+                await changes.get()
         finally:
             self._listeners.remove(changes.put_nowait)
 
@@ -212,5 +215,7 @@ class AsyncOmniEngine:
                 answer.set_result(news)
         else:
             log.log(logging.DEBUG if news.detail else logging.INFO, "%s", news.line)
+            if news.fatal or " left: " in news.line:
+                self._departures.append(news)
             for listener in self._listeners:
                 listener(news)

@@ -6,11 +6,11 @@ import pytest
 
 from omni.core import MasterCore
 from omni.engine import AsyncOmniEngine
-from omni.events import Action, Event, Submitted
+from omni.events import Action, ChildExited, Event, Submitted
 from omni.outputs import RequestEvent
 from omni.request import GenerateRequest
 from proto.deploy import ArStage, Deploy, Kind, MasterSpec
-from proto.errors import ErrorCode, OmniError
+from proto.errors import ErrorCode, OmniError, StartError
 from proto.ids import StageName
 
 
@@ -42,6 +42,25 @@ def test_an_event_that_breaks_the_core_fails_its_own_request_and_the_master_goes
             with pytest.raises(OmniError) as unavailable:
                 await run(engine, "fine")
             assert unavailable.value.info.code is ErrorCode.STAGE_UNAVAILABLE
+        finally:
+            await engine.stop()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_stage_that_ends_before_anybody_waits_for_it_still_fails_the_start() -> None:
+    async def work() -> None:
+        stage = ArStage(output=Kind.TEXT)
+        deploy = Deploy(name="p", master=MasterSpec(bind="tcp://127.0.0.1:0"), stages={StageName("text"): stage})
+        engine = AsyncOmniEngine(deploy)
+        await engine.start()
+        try:
+            told = asyncio.Event()
+            engine._listeners.append(lambda _: told.set())
+            engine.child_exited(ChildExited(StageName("text"), 0, 4711, 1))
+            await told.wait()
+            with pytest.raises(StartError, match=r"text/0.*exit status 1"):
+                await engine.wait_ready()
         finally:
             await engine.stop()
 
