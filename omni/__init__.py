@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from omni.async_omni import AsyncOmni
     from omni.blocking import Omni
-    from omni.outputs import AudioOutput, ImageOutput, RequestOutput, StageDone, TextDelta, TextOutput, VideoOutput
+    from omni.outputs import (
+        AudioOutput,
+        ImageOutput,
+        RequestOutput,
+        StageDone,
+        StagePaused,
+        StageProgress,
+        StageUpdated,
+        TextDelta,
+        TextOutput,
+        VideoOutput,
+    )
     from omni.request import GenerateRequest
     from proto.errors import OmniError
 
@@ -23,6 +34,9 @@ __all__ = [
     "OmniError",
     "RequestOutput",
     "StageDone",
+    "StagePaused",
+    "StageProgress",
+    "StageUpdated",
     "TextDelta",
     "TextOutput",
     "VideoOutput",

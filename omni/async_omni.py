@@ -12,6 +12,7 @@ from omni.engine import AsyncOmniEngine
 from omni.launcher import Launcher, find_launcher
 from omni.outputs import RequestEvent
 from omni.request import GenerateRequest
+from omni.running import RunningRequest
 from omni.shell import Endpoints
 from omni.status import PipelineStatus
 from omni.waits import to_its_end
@@ -95,7 +96,7 @@ class AsyncOmni:
     ) -> None:
         await self.stop()
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
+    def generate(self, request: GenerateRequest) -> RunningRequest:
         return self.engine.generate(request)
 
     def stream(
@@ -108,7 +109,7 @@ class AsyncOmni:
         stages: Mapping[str, Mapping[str, Json]] | None = None,
         affinity: str | None = None,
         **params: Json,
-    ) -> AsyncGenerator[RequestEvent, None]:
+    ) -> RunningRequest:
         """`generate` with keywords. Each of `params` goes to every needed stage that has it (`seed` to all of them);
         `stages` sets parameters of single stages and wins. Raises `InvalidRequest` at once for a name that none has."""
         outputs = (outputs,) if isinstance(outputs, str) else outputs

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, overload
@@ -12,10 +12,11 @@ import uvloop
 from omni.async_omni import AsyncOmni, closing
 from omni.launcher import Launcher
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress
+from omni.running import RunningRequest
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
 from proto.errors import OmniError, ShuttingDown
-from proto.ids import StageName
+from proto.ids import EventId, StageName
 from proto.params import Json
 
 if TYPE_CHECKING:
@@ -135,17 +136,20 @@ class Omni:
                     return event
         raise OmniError("the request ended without a result")
 
-    def stream(self, prompt: str, **keywords: Json) -> Iterator[RequestEvent]:
+    def stream(self, prompt: str, **keywords: Json) -> "BlockingRequest":
         """Run one prompt and iterate over its events. Leaving the iteration aborts the request."""
-        events = self._open().stream(prompt, **keywords)
+        running = self._open().stream(prompt, **keywords)
+        return BlockingRequest(running, self._events(running), self._wait)
+
+    def _events(self, running: RunningRequest) -> Generator[RequestEvent, None, None]:
         try:
             while True:
-                event = self._wait(_next(events))
+                event = self._wait(_next(running))
                 yield event
                 if isinstance(event, RequestOutput):
                     return
         finally:
-            self._wait(events.aclose())
+            self._wait(running.aclose())
 
     def call(
         self,
@@ -193,6 +197,30 @@ class Omni:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class BlockingRequest(Iterator[RequestEvent]):
+    """A request that runs: an iterator over its events, which also takes updates. Dropping or closing it aborts the
+    request."""
+
+    def __init__(
+        self, running: RunningRequest, events: Generator[RequestEvent, None, None], wait: Callable[..., EventId]
+    ) -> None:
+        self._running = running
+        self._events = events
+        self._wait = wait
+
+    def __next__(self) -> RequestEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        """Leave the iteration."""
+        self._events.close()
+
+    def update(self, prompt: str | None = None, **change: Json) -> EventId:
+        """Change the request; the update's event. What comes of it is told by `StageUpdated` events of the iteration.
+        Arguments are those of `omni.running.RunningRequest.update`."""
+        return self._wait(self._running.update(prompt, **change))
 
 
 def _closed() -> ShuttingDown:

@@ -24,6 +24,7 @@ from omni.events import (
     StopAsked,
     Submitted,
     Tick,
+    UpdateAsked,
 )
 from omni.graph import Graph
 from omni.leases import Leases
@@ -93,6 +94,8 @@ class MasterCore:
             return self.orchestrator.submit(event.request, event.plan, now)
         if isinstance(event, Cancelled):
             return self.orchestrator.cancel(event.request, now)
+        if isinstance(event, UpdateAsked):
+            return self.orchestrator.update(event)
         if isinstance(event, Tick):
             return self._tick(now)
         if isinstance(event, JunkReceived):

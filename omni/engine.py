@@ -6,6 +6,7 @@ the master stops.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import secrets
@@ -22,22 +23,27 @@ from omni.events import (
     ChildExited,
     Errored,
     MembershipChanged,
+    PartArrived,
     Submitted,
     Tell,
+    UpdateAsked,
 )
 from omni.graph import Graph
 from omni.outputs import RequestEvent, RequestOutput
 from omni.planning import Planner
-from omni.request import GenerateRequest
+from omni.request import GenerateRequest, UpdateRequest
+from omni.running import RunningRequest
 from omni.shell import Endpoints, MasterShell, News
 from omni.snapshot import pipeline_status
 from omni.status import PipelineStatus
 from omni.stream import RequestStream, failure
+from omni.update_planning import Refused, plan_update
+from omni.updates import OVER
 from omni.waits import to_its_end
 from proto.deploy import Deploy
-from proto.errors import ErrorCode, ErrorInfo, ShuttingDown, StartError
-from proto.ids import CallId, RequestId, StageName
-from proto.messages import StageInfo
+from proto.errors import ErrorCode, ErrorInfo, QueueFull, ShuttingDown, StartError
+from proto.ids import CallId, EventId, RequestId, StageName
+from proto.messages import StageInfo, Updated, UpdateState
 from proto.params import Json
 
 log = logging.getLogger("omni.master")
@@ -141,11 +147,14 @@ class AsyncOmniEngine:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
+    def generate(self, request: GenerateRequest) -> RunningRequest:
         """See `omni.pipeline.Pipeline.generate`."""
-        self._check_it_runs()
-        plan = self.planner.plan(request, self.readiness.infos)
         stream = RequestStream(RequestId(f"{self._prefix}-{next(self._numbers)}"))
+        return RunningRequest(self._run(stream, request), stream.updates, functools.partial(self._update, stream))
+
+    async def _run(self, stream: RequestStream, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
+        self._check_it_runs()
+        stream.plan = plan = self.planner.plan(request, self.readiness.infos)
         self._shell.post(Submitted(stream.request, plan))
         self._streams[stream.request] = stream
         try:
@@ -158,6 +167,38 @@ class AsyncOmniEngine:
             del self._streams[stream.request]
             if not stream.over:
                 self._shell.post(Cancelled(stream.request))
+            stream.over = True
+            stream.updates.close(OVER)
+
+    def _update(self, stream: RequestStream, asked: UpdateRequest) -> EventId:
+        """See `RunningRequest.update`."""
+        self._check_it_runs()
+        if stream.plan is None:
+            return self._refused(
+                stream, asked, StageName(""), "the request has not begun; iterate over its events first"
+            )
+        try:
+            task, change = plan_update(self.deploy, stream.plan, asked)
+        except Refused as refused:
+            return self._refused(stream, asked, refused.stage, refused.reason)
+        if stream.over:
+            return self._refused(stream, asked, task.stage, OVER)
+        event, new = stream.updates.ask(asked)
+        if new:
+            try:
+                self._shell.post(UpdateAsked(stream.request, event, task, change))
+            except QueueFull:
+                stream.updates.forget(event)
+                raise
+        return event
+
+    @staticmethod
+    def _refused(stream: RequestStream, asked: UpdateRequest, stage: StageName, reason: str) -> EventId:
+        event, new = stream.updates.ask(asked)
+        if new:
+            part = Updated(event=event, state=UpdateState.REFUSED, reason=reason[:4096])
+            stream.push(PartArrived(stage, "", part))
+        return event
 
     async def call(
         self,

@@ -6,10 +6,10 @@ core.handle(event, now) -> list[Action]
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from omni.plan import RequestPlan
+from omni.plan import RequestPlan, TaskKey
 from proto.errors import ErrorInfo
-from proto.ids import CallId, RequestId, StageName
-from proto.messages import ControlDown, ControlUp, DataDown, DataUp, Part, Timings, Usage, Value
+from proto.ids import CallId, EventId, RequestId, StageName
+from proto.messages import Change, ControlDown, ControlUp, DataDown, DataUp, Part, Timings, Usage, Value
 from proto.params import Json
 from proto.tensors import WireTensor
 
@@ -74,6 +74,16 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateAsked:
+    """Change a running request, in the task `task` of its plan. Answered by `Updated` parts with its `event`."""
+
+    request: RequestId
+    event: EventId
+    task: TaskKey
+    change: Change
+
+
+@dataclass(frozen=True, slots=True)
 class CallAsked:
     call: CallId
     stage: StageName
@@ -103,6 +113,7 @@ Event = (
     | ChildExited
     | Submitted
     | Cancelled
+    | UpdateAsked
     | CallAsked
     | StopAsked
     | Tick

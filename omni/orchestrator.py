@@ -17,7 +17,19 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
-from omni.events import Action, Completed, Errored, PartArrived, RequestNews, SendControl, SendData, StageFinished, Tell
+from omni import updates
+from omni.events import (
+    Action,
+    Completed,
+    Errored,
+    PartArrived,
+    RequestNews,
+    SendControl,
+    SendData,
+    StageFinished,
+    Tell,
+    UpdateAsked,
+)
 from omni.leases import EdgeName, Leases
 from omni.membership import Membership, Replica
 from omni.placement import Placement
@@ -39,6 +51,7 @@ from proto.messages import (
     Text,
     TextDelta,
     Tokens,
+    Updated,
     Value,
 )
 from proto.tensors import WireTensor
@@ -100,6 +113,13 @@ class Orchestrator:
             [] if request is None else self._fail(request, ErrorInfo(ErrorCode.ABORTED, "aborted by its caller"), now)
         )
 
+    def update(self, asked: UpdateAsked) -> list[Action]:
+        """Change a request that has not ended: at once, or when its task has been sent."""
+        request = self._find(asked.request)
+        if request is None:
+            return [updates.refuse(asked.request, asked.task.stage, asked.event, updates.OVER)]
+        return updates.ask(request, asked)
+
     def stop(self, reason: str, now: float) -> list[Action]:
         """Fail everything that is here."""
         actions: list[Action] = []
@@ -141,7 +161,8 @@ class Orchestrator:
             if replica is None:
                 break
             queue.popleft()
-            actions += [self._send(request, task, replica) for task in siblings]
+            for task in siblings:
+                actions += [self._send(request, task, replica), *updates.resend(request, task)]
         return actions
 
     def _send(self, request: Request, task: Task, replica: Replica) -> Action:
@@ -188,6 +209,8 @@ class Orchestrator:
                 task.seen = True
             if role != MAIN:
                 return []
+            if isinstance(message.part, Updated):
+                return updates.answered(request, task, message.part)
             return [Tell(request.id, PartArrived(stage, message.output, message.part, tensors))]
         if isinstance(message, Published):
             return self._deliver(request, task, message.output, message.value, now)
@@ -208,7 +231,7 @@ class Orchestrator:
         self, request: Request, task: Task, message: Result, tensors: Sequence[WireTensor], now: float
     ) -> list[Action]:
         plan = task.plan
-        actions: list[Action] = []
+        actions = updates.give_up(request, [task], f"stage {plan.key.stage} has finished the request without it")
         if plan.key.role == MAIN:
             seen = {name: value for name, value in message.outputs.items() if name in plan.emit}
             news = StageFinished(plan.key.stage, seen, tensors, message.finish_reason, message.usage, message.timings)
@@ -374,7 +397,8 @@ class Orchestrator:
         """The only way out: whatever the request still holds is given back, its caller is told, the next one starts."""
         was_running = self.running.pop(request.id, None) is not None
         self.queued.pop(request.id, None)
-        actions: list[Action] = [Tell(request.id, news)]
+        actions = updates.give_up(request, request.tasks.values(), "the request has ended without it")
+        actions.append(Tell(request.id, news))
         if isinstance(news, Errored):
             self.failed[news.error.code] += 1
             actions += self._abort_tasks(request)
@@ -418,6 +442,7 @@ class Orchestrator:
         sent: Counter[Epoch] = Counter(epoch for epoch, _ in self._unanswered)
         for request in self.running.values():
             assert not request.done
+            assert all(not task.updates for task in request.tasks.values() if task.state is TaskState.DONE)
             for task in request.tasks.values():
                 if task.state is TaskState.SENT:
                     assert task.replica is not None

@@ -7,8 +7,8 @@ import io
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proto.ids import RequestId, StageName
-from proto.messages import Timings, TokenLogprobs, Usage
+from proto.ids import EventId, RequestId, StageName
+from proto.messages import Timings, TokenLogprobs, UpdateState, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +133,33 @@ class StagePreview:
 
 
 @dataclass(frozen=True, slots=True)
+class StageUpdated:
+    """How an update of the request stands. After COMPLETED or REFUSED (for `reason`) no more is heard of it. `step` is the
+    denoising step, counted from 0, from which it counts. `stage` is "" if no stage could be meant."""
+
+    request: RequestId
+    stage: StageName
+    event: EventId
+    state: UpdateState
+    reason: str = ""
+    step: int | None = None
+
+    @property
+    def ends(self) -> bool:
+        return self.state is not UpdateState.STARTED
+
+
+@dataclass(frozen=True, slots=True)
+class StagePaused:
+    """A resumable request has ended an answer and waits for an update: more input, or its close."""
+
+    request: RequestId
+    stage: StageName
+    finish_reason: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
 class StageDone:
     """A stage is done with the request. `output` is None for a stage whose output was not asked for."""
 
@@ -168,4 +195,6 @@ class RequestOutput:
         return [image for out in self.outputs.values() if isinstance(out, ImageOutput) for image in out.images]
 
 
-RequestEvent = StageStarted | TextDelta | StageProgress | StagePreview | StageDone | RequestOutput
+RequestEvent = (
+    StageStarted | TextDelta | StageProgress | StagePreview | StageUpdated | StagePaused | StageDone | RequestOutput
+)

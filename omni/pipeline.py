@@ -1,10 +1,10 @@
 """The seam between whoever serves callers (HTTP API, `Omni`, the command line) and the engine behind."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from omni.outputs import RequestEvent
 from omni.request import GenerateRequest
+from omni.running import RunningRequest
 from omni.status import PipelineStatus
 from proto.deploy import Deploy
 from proto.ids import StageName
@@ -23,8 +23,8 @@ class Pipeline(Protocol):
         """What each stage with a ready replica said of itself."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
-        """Run one request: events, then one `RequestOutput`.
+    def generate(self, request: GenerateRequest) -> RunningRequest:
+        """Run one request: events, then one `RequestOutput`. What it gives also takes updates of the request.
 
         Raises an `OmniError` at the first step of the iteration if the request is refused, or later if it fails.
         Leaving the iteration (`aclose`, a cancelled task) aborts the request in every stage.

@@ -1,10 +1,10 @@
-"""What a caller asks for, before it is checked and planned (`omni.planning`)."""
+"""What a caller asks for, before it is checked and planned (`omni.planning`, `omni.update_planning`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from proto.ids import StageName
+from proto.ids import EventId, StageName
 from proto.messages import ChatMessage
 from proto.params import Json
 
@@ -28,3 +28,24 @@ class GenerateRequest:
     outputs: tuple[StageName, ...] | None = None
     params: Mapping[StageName, Mapping[str, Json]] = field(default_factory=dict)
     affinity: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequest:
+    """A change of a running request. None leaves a thing as it is.
+
+    For a stage that draws: `prompt`, `negative_prompt`, `guidance_scale`, and `transition_steps`, over which the new
+    conditions replace the old ones (0: at once). For a resumable text: one of `prompt` (the next turn of a chat, or more of
+    the text), `messages` and `tokens`, and `close` if nothing will follow. `stage` says which stage is meant where several
+    could be, `event` names the update; one is made if it is None.
+    """
+
+    prompt: str | None = None
+    messages: tuple[ChatMessage, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    negative_prompt: str | None = None
+    guidance_scale: float | None = None
+    transition_steps: int | None = None
+    close: bool = False
+    stage: StageName | None = None
+    event: EventId | None = None

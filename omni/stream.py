@@ -1,7 +1,7 @@
 """The caller's end of one request: news in, typed events out. Belongs to the caller's event loop.
 
-Invariant: what waits here is bounded by the number of stages and outputs, however slow the caller is: text of one stage is
-joined, and only the latest progress and preview of a stage are kept.
+Invariant: what waits here is bounded by the number of stages, outputs and updates, however slow the caller is: text of one
+stage is joined, and only the latest progress and preview of a stage are kept.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from omni.answers import Answers
 from omni.events import Completed, Errored, PartArrived, RequestNews, StageFinished
 from omni.outputs import (
     AudioOutput,
@@ -20,20 +21,36 @@ from omni.outputs import (
     RequestEvent,
     RequestOutput,
     StageDone,
+    StagePaused,
     StagePreview,
     StageProgress,
     StageStarted,
+    StageUpdated,
     TensorOutput,
     TextDelta,
     TextOutput,
     TokensOutput,
     VideoOutput,
 )
+from omni.plan import RequestPlan
 from proto import messages
 from proto.errors import OmniError, ProtocolError, StageFailed, to_exception
 from proto.framing import tensor_at
 from proto.ids import RequestId, StageName
-from proto.messages import Audio, Images, Preview, Progress, Started, Tensor, Text, Tokens, Value, Video
+from proto.messages import (
+    Audio,
+    Images,
+    Paused,
+    Preview,
+    Progress,
+    Started,
+    Tensor,
+    Text,
+    Tokens,
+    Updated,
+    Value,
+    Video,
+)
 from proto.numpy_tensors import from_wire
 from proto.tensors import WireTensor
 
@@ -43,17 +60,28 @@ class RequestStream:
 
     def __init__(self, request: RequestId) -> None:
         self.request = request
-        self.over = False  # the terminal news has come
+        self.over = False  # the terminal news has come, or nobody waits for it
+        self.plan: RequestPlan | None = None  # once it has been sent
         self._waiting: deque[RequestNews] = deque()
         self._stages: dict[StageName, StageDone] = {}
         self._wake: asyncio.Future[None] | None = None
+        self.updates = Answers(request)
 
     def push(self, news: RequestNews) -> None:
+        """News that come after the terminal one are for the answers to updates only."""
+        if self._heard_before(news) or self.over:
+            return
         self.over = isinstance(news, Completed | Errored)
         if not self._merged(news):
             self._waiting.append(news)
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+    def _heard_before(self, news: RequestNews) -> bool:
+        """Whether it is an answer to an update, and no news. Tells those who wait for it."""
+        if not isinstance(news, PartArrived) or not isinstance(news.part, Updated):
+            return False
+        return not self.updates.hear(news.stage, news.part)
 
     def _merged(self, news: RequestNews) -> bool:
         """Join with what the caller has not taken yet, where that loses nothing."""
@@ -106,6 +134,10 @@ class RequestStream:
             return StageProgress(self.request, news.stage, part.step, part.total)
         if isinstance(part, Started):
             return StageStarted(self.request, news.stage, part.queue_s)
+        if isinstance(part, Updated):
+            return StageUpdated(self.request, news.stage, part.event, part.state, part.reason, part.step)
+        if isinstance(part, Paused):
+            return StagePaused(self.request, news.stage, part.finish_reason, part.usage)
         return StagePreview(self.request, news.stage, part.step, _pixels(part.tensor, news.tensors))
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from omni.membership import Replica
 from omni.plan import RequestPlan, Source, TaskKey, TaskPlan
 from omni.sequencer import Sequencer
-from proto.ids import RequestId, StageName
-from proto.messages import Chunk, Failed, Payload, Published, Result, Value
+from proto.ids import EventId, RequestId, StageName
+from proto.messages import Change, Chunk, Failed, Payload, Published, Result, Value
 from proto.tensors import WireTensor
 
 
@@ -36,6 +36,7 @@ class Task:
     attempts: int = 0
     seen: bool = False  # somebody has had a part of its output, so it can't be run again unnoticed
     order: Sequencer[Arrival] = field(default_factory=Sequencer)
+    updates: dict[EventId, Change] = field(default_factory=dict)  # not ended yet, in the order in which they were asked
 
     @property
     def complete(self) -> bool:
@@ -52,6 +53,7 @@ class Request:
     plan: RequestPlan
     accepted_at: float
     tasks: dict[TaskKey, Task]
+    events: set[EventId] = field(default_factory=set)  # of all updates that a stage was to have
 
     @classmethod
     def of(cls, request: RequestId, plan: RequestPlan, now: float) -> "Request":

@@ -30,3 +30,6 @@ PullId = NewType("PullId", _Name)
 
 CallId = NewType("CallId", _Number)
 """Correlates an RPC with its replies."""
+
+EventId = NewType("EventId", _Name)
+"""Names one update of a running request, chosen by its caller or made for it: unique within that request."""

@@ -5,6 +5,7 @@ master. Nothing here is ever resolved by name at run time: a decoder knows its u
 Each message names the epoch of the replica that sends or gets it; `seq` numbers a request's messages from one stage.
 """
 
+import enum
 from typing import Annotated, Final
 
 import msgspec
@@ -12,7 +13,7 @@ from msgspec import Meta
 
 from proto.deploy import LimitsSpec, StageSpec
 from proto.errors import ErrorInfo
-from proto.ids import CallId, Epoch, LeaseId, PullId, RequestId, Session, StageName
+from proto.ids import CallId, Epoch, EventId, LeaseId, PullId, RequestId, Session, StageName
 from proto.params import Json, Params, check_json
 from proto.tensors import TensorRef
 
@@ -140,7 +141,35 @@ class Payload(_Message, frozen=True, tag="payload"):
 Value = Text | Chat | Tokens | Tensor | Images | Audio | Video | Payload
 
 
+# --- updates: what a running request may be told ----------------------------------------------------------------------
+
+
+class PromptChange(_Message, frozen=True, tag="prompt"):
+    """Other words for a stage that draws: from its next step on, or by a linear transition that ends with the
+    `transition_steps`-th step from then. None leaves a field as it is."""
+
+    prompt: str | None = None
+    negative_prompt: str | None = None
+    guidance_scale: Annotated[float, Meta(ge=0, le=100)] | None = None
+    transition_steps: Annotated[int, Meta(ge=0, le=1000)] = 0
+
+
+class MoreInput(_Message, frozen=True, tag="input"):
+    """More for a resumable sequence to read, once its answer has ended; with `close` there will be nothing after it."""
+
+    input: Text | Chat | Tokens | None = None
+    close: bool = False
+
+
+Change = PromptChange | MoreInput
+
+
 # --- partial outputs --------------------------------------------------------------------------------------------------
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    prompt_tokens: Number = 0
+    completion_tokens: Number = 0
 
 
 class Started(_Message, frozen=True, tag="started"):
@@ -170,12 +199,31 @@ class Preview(_Message, frozen=True, tag="preview"):
     tensor: Index
 
 
-Part = Started | TextDelta | Progress | Preview
+class UpdateState(enum.Enum):
+    """What became of an update. The last two end it, and one of them always comes."""
+
+    STARTED = "started"  # the stage works by it from now on
+    COMPLETED = "completed"  # nothing of what was before is left
+    REFUSED = "refused"
 
 
-class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    prompt_tokens: Number = 0
-    completion_tokens: Number = 0
+class Updated(_Message, frozen=True, tag="updated"):
+    """How an update of the request stands. `step` is the step from which it counts, of stages that have steps."""
+
+    event: EventId
+    state: UpdateState
+    reason: Note = ""  # of a refusal
+    step: Number | None = None
+
+
+class Paused(_Message, frozen=True, tag="paused"):
+    """A resumable request has ended an answer, and waits for more input."""
+
+    finish_reason: Short
+    usage: Usage  # so far
+
+
+Part = Started | TextDelta | Progress | Preview | Updated | Paused
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -463,6 +511,16 @@ class Submit(DataMessage, frozen=True, tag="submit"):
     publish: tuple[str, ...] = ()
 
 
+class Update(DataMessage, frozen=True, tag="update"):
+    """Change a request that was submitted before, on this lane. Its `event` is answered by `Updated`, in the request's
+    chunks, unless the request ends first."""
+
+    request: RequestId
+    epoch: Epoch
+    event: EventId
+    change: Change
+
+
 class Release(DataMessage, frozen=True, tag="release"):
     """Nobody will pull that lease any more."""
 
@@ -470,4 +528,4 @@ class Release(DataMessage, frozen=True, tag="release"):
     lease: LeaseId
 
 
-DataDown = Attached | Submit | Pull | Piece | PullRefused | Release
+DataDown = Attached | Submit | Update | Pull | Piece | PullRefused | Release

@@ -84,6 +84,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     grammar: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None  # Lark; the answer is in its language
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None  # higher is served sooner
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None  # prefixes are shared only with the same salt
+    resumable: bool | None = None  # keep it when its answer has ended, for more input, until it is closed
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:

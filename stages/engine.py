@@ -12,18 +12,22 @@ token for everybody, one denoising step) so that aborts, calls and new requests 
     engine.stats() -> EngineStats
     engine.close()
 
+An engine whose requests can be changed while they run is also `Interactive`:
+
+    engine.update(request, event, change)  raise an OmniError to refuse it; else `Updated` parts follow, from `step`
+
 Invariant: for each submitted job that was not aborted, the engine gives exactly one `Finished` or `Failed`.
 A fault inside one request is that request's `Failed`; `step` raises only when the engine itself is broken.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from proto.deploy import Kind, LimitsSpec, StageSpec
 from proto.errors import ErrorInfo
-from proto.ids import RequestId, StageName
-from proto.messages import Part, Payload, StageInfo, Usage, Value
+from proto.ids import EventId, RequestId, StageName
+from proto.messages import Change, Part, Payload, StageInfo, Usage, Value
 from proto.params import Json, Params
 from proto.tensors import WireTensor
 
@@ -139,3 +143,19 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Interactive(Engine, Protocol):
+    """An engine that takes updates of requests at work.
+
+    For each update that it did not refuse by raising it gives one `Updated` part of state COMPLETED or REFUSED, perhaps after
+    one of state STARTED, by `Emit` with output ""; none after the request's terminal event. Updates of one request are
+    carried out in the order in which they came.
+    """
+
+    def update(self, request: RequestId, event: EventId, change: Change) -> None: ...
+
+    def wake_s(self) -> float | None:
+        """Seconds until the engine will have work by itself, though it has none now; None if it never will."""
+        ...

@@ -14,11 +14,11 @@ from typing import Final
 
 import janus
 
-from proto.errors import ErrorCode, ErrorInfo, OmniError
-from proto.ids import CallId, RequestId
-from proto.messages import StageInfo, Started, Timings
+from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, OmniError
+from proto.ids import CallId, EventId, RequestId
+from proto.messages import Change, StageInfo, Started, Timings, Updated, UpdateState
 from proto.params import Json, set_fields
-from stages.engine import Emit, Engine, Event, Failed, Finished, Job, LoadContext, Publish
+from stages.engine import Emit, Engine, Event, Failed, Finished, Interactive, Job, LoadContext, Publish
 
 log = logging.getLogger("omni.stage")
 
@@ -35,6 +35,15 @@ class Run:
     job: Job
     received_at: float
     pull_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alter:
+    """An update of a request that was `Run` before."""
+
+    request: RequestId
+    event: EventId
+    change: Change
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +68,7 @@ class Quit:
     pass
 
 
-Command = Run | Drop | DropAll | Ask | Quit
+Command = Run | Alter | Drop | DropAll | Ask | Quit
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -130,6 +139,7 @@ class EngineThread:
         self._make = make_engine
         self._context = context
         self._times: dict[RequestId, _Times] = {}
+        self._woken = False  # by the engine's own clock
         self._out: list[Report] = []
         self._thread = threading.Thread(target=self._run, name="omni-engine", daemon=True)
 
@@ -171,13 +181,13 @@ class EngineThread:
     def _serve(self, engine: Engine) -> None:
         commands = self.commands.sync_q
         while True:
-            if not engine.has_work and not self._obey(engine, commands.get()):
+            if not engine.has_work and not self._obey_next(engine):
                 return
             with contextlib.suppress(janus.SyncQueueEmpty):
                 while True:
                     if not self._obey(engine, commands.get_nowait()):
                         return
-            if engine.has_work:
+            if engine.has_work or self._woken:
                 self._step(engine)
             stats = engine.stats()
             self.queued, self.running = stats.queued, stats.running
@@ -185,7 +195,19 @@ class EngineThread:
                 self.reports.sync_q.put(self._out)
                 self._out = []
 
+    def _obey_next(self, engine: Engine) -> bool:
+        """Wait for a command, but not longer than until the engine has work by itself."""
+        self._woken = False
+        wait_s = engine.wake_s() if isinstance(engine, Interactive) else None
+        try:
+            command = self.commands.sync_q.get(timeout=wait_s)
+        except janus.SyncQueueEmpty:
+            self._woken = True
+            return True
+        return self._obey(engine, command)
+
     def _step(self, engine: Engine) -> None:
+        self._woken = False
         started = time.monotonic()
         events = engine.step()
         now = time.monotonic()
@@ -215,6 +237,8 @@ class EngineThread:
         """Carry out one command; False ends the thread."""
         if isinstance(command, Run):
             self._submit(engine, command)
+        elif isinstance(command, Alter):
+            self._alter(engine, command)
         elif isinstance(command, Drop):
             if self._times.pop(command.request, None) is not None:
                 engine.abort(command.request)
@@ -235,6 +259,19 @@ class EngineThread:
         except Exception as error:  # noqa: BLE001 - a fault stays with its request
             del self._times[request]
             self._out.append(Failed(request, self._error(error)))
+
+    def _alter(self, engine: Engine, command: Alter) -> None:
+        """What the engine does not take is refused. A request that has ended has told its end already."""
+        if command.request not in self._times:
+            return
+        try:
+            if not isinstance(engine, Interactive):
+                raise InvalidRequest(f"stage {self._context.stage}: its engine takes no updates of running requests")
+            engine.update(command.request, command.event, command.change)
+        except Exception as error:  # noqa: BLE001 - no fault of the request
+            reason = self._error(error).message[:4096]
+            refusal = Updated(event=command.event, state=UpdateState.REFUSED, reason=reason)
+            self._out.append(Emit(command.request, "", refusal))
 
     def _ask(self, engine: Engine, command: Ask) -> Answer:
         try:

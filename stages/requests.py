@@ -16,11 +16,23 @@ from proto.deploy import StageSpec
 from proto.errors import ErrorCode, ErrorInfo, OmniError, ProtocolError
 from proto.framing import tensor_at
 from proto.ids import Epoch, RequestId, StageName
-from proto.messages import Aborted, Chunk, Failed, Payload, Published, Result, Submit, Value
+from proto.messages import (
+    Aborted,
+    Chunk,
+    Failed,
+    Payload,
+    Published,
+    Result,
+    Submit,
+    Update,
+    Updated,
+    UpdateState,
+    Value,
+)
 from proto.tensors import WireTensor
 from stages import engine
 from stages.engine import Emit, Job, OutgoingPayload, Publish, PulledPayload
-from stages.engine_thread import Command, Done, Drop, Run
+from stages.engine_thread import Alter, Command, Done, Drop, Run
 from stages.payload.backend import PayloadBackend
 from stages.payload.inline import inline_value, payload_of, tensor_index
 
@@ -38,6 +50,7 @@ class _Active:
     seq: int = 0
     pulling: asyncio.Task[None] | None = None
     published: set[str] = field(default_factory=set)
+    updates: list[Alter] = field(default_factory=list)  # that came while it was pulling
 
 
 class Requests:
@@ -85,6 +98,24 @@ class Requests:
                 0.0,
             )
 
+    def update(self, message: Update) -> None:
+        """Hand it to the engine behind its request. One whose request is not here any more is late: the request has told
+        its end, or is about to."""
+        active = self._active.get(message.request)
+        if active is None:
+            return
+        command = Alter(message.request, message.event, message.change)
+        if active.pulling is not None and not active.pulling.done():
+            active.updates.append(command)
+        else:
+            self._alter(command)
+
+    def _alter(self, command: Alter) -> None:
+        if not self._to_engine(command):
+            reason = f"stage {self._stage} takes no more commands now; try again"
+            refusal = Updated(event=command.event, state=UpdateState.REFUSED, reason=reason)
+            self._spawn(self.emit(Emit(command.request, "", refusal)))
+
     def abort(self, request: RequestId) -> None:
         active = self._active.get(request)
         if active is None:
@@ -113,6 +144,9 @@ class Requests:
             await self._fail(message.request, self._reason(error))
             return
         self._run(job, received_at, time.monotonic() - started)
+        for command in active.updates:
+            self._alter(command)
+        active.updates.clear()
 
     async def _with_payloads(self, message: Submit, tensors: Sequence[WireTensor]) -> Job:
         """The job, once every payload among its inputs is here. Raises `OmniError`, alone or in a group."""

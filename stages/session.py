@@ -39,6 +39,7 @@ from proto.messages import (
     Shutdown,
     StageInfo,
     Submit,
+    Update,
     Welcome,
 )
 from proto.tensors import WireTensor
@@ -262,6 +263,9 @@ class StageSession:
         if isinstance(message, Submit):
             if message.epoch == self._welcome.epoch:
                 self._requests.submit(message, tensors)
+        elif isinstance(message, Update):
+            if message.epoch == self._welcome.epoch:
+                self._requests.update(message)
         else:
             self._payload_messages.put_nowait((message, tensors))
 

@@ -3,6 +3,7 @@
     GET  /v1/models, /v1/models/NAME      what may be sent as `model`
     POST /v1/chat/completions             omni.api.chat
     POST /v1/images/generations           omni.api.images
+    POST /v1/requests/ID/updates          omni.api.updates
     GET  /health/live, /health/ready      omni.api.health
     GET  /status                          omni.status.PipelineStatus as JSON
     GET  /metrics                         omni.api.metrics
@@ -32,6 +33,9 @@ from omni.api.images import ROUTE as IMAGES
 from omni.api.images import Images
 from omni.api.lifetime import Lifetime
 from omni.api.metrics import CountRequests, Metrics
+from omni.api.requests import Requests
+from omni.api.updates import ROUTE as UPDATES
+from omni.api.updates import Updates
 from omni.pipeline import Pipeline
 from proto.errors import OmniError
 
@@ -58,12 +62,13 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
     """The HTTP API of `pipeline` as an ASGI app. `lifetime.stop()` ends its open requests."""
     lifetime = lifetime or Lifetime()
     catalog = Catalog(pipeline.deploy)
-    models, health, metrics = Models(catalog), Health(pipeline), Metrics(pipeline)
+    models, health, metrics, requests = Models(catalog), Health(pipeline), Metrics(pipeline), Requests()
     routes = [
         Route(_MODELS, models.list),
         Route(_ONE_MODEL, models.one),
-        Route(CHAT, Chat(pipeline, catalog, lifetime).complete, methods=["POST"]),
-        Route(IMAGES, Images(pipeline, catalog, lifetime).generate, methods=["POST"]),
+        Route(CHAT, Chat(pipeline, catalog, lifetime, requests).complete, methods=["POST"]),
+        Route(IMAGES, Images(pipeline, catalog, lifetime, requests).generate, methods=["POST"]),
+        Route(UPDATES, Updates(pipeline, requests).update, methods=["POST"]),
         Route("/health/live", health.live),
         Route("/health/ready", health.ready),
         Route("/status", health.status),
@@ -74,6 +79,8 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
     def route_of(path: str) -> str:
         if path.startswith(f"{_MODELS}/"):
             return _ONE_MODEL
+        if path.startswith("/v1/requests/"):
+            return UPDATES if path.endswith("/updates") else "other"
         return path if path in exact else "other"
 
     app = Starlette(

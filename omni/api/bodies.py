@@ -81,6 +81,7 @@ class ChatBody(_Body, frozen=True):
     regex: str | None = None
     grammar: str | None = None
     cache_salt: str | None = None
+    resumable: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # this and the next three: accepted, not used
@@ -170,14 +171,25 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     logprobs: ChoiceLogprobs | None = None
 
 
+class UpdateTold(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an update of the request stands: started, completed or refused."""
+
+    event: str
+    state: str
+    reason: str | None = None
+    step: int | None = None
+
+
 class ChatChunk(msgspec.Struct, frozen=True):
-    """`usage` is left out unless asked for; then it is null in every chunk but the last."""
+    """`usage` is left out unless asked for; then it is null in every chunk but the last. A chunk that tells of an update has
+    no choices."""
 
     id: str
     created: int
     model: str
     choices: list[ChunkChoice]
     usage: ChatUsage | msgspec.UnsetType | None = msgspec.UNSET
+    update: UpdateTold | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -237,6 +249,36 @@ class ImagesAnswer(msgspec.Struct, frozen=True):
     data: list[ImageItem]
     output_format: str
     size: str
+
+
+# --- POST /v1/requests/ID/updates -------------------------------------------------------------------------------------
+
+
+class UpdateBody(_Body, frozen=True):
+    """See `omni.request.UpdateRequest`. `wait`: for what the answer waits."""
+
+    prompt: str | None = None
+    messages: Annotated[list[MessageBody], Meta(max_length=10_000)] | None = None
+    tokens: list[int] | None = None
+    negative_prompt: str | None = None
+    guidance_scale: float | None = None
+    guidance: float | None = None
+    transition_steps: int | None = None
+    close: bool | None = None
+    stage: str | None = None
+    event: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    wait: Literal["accepted", "started", "completed"] = "started"
+
+
+class UpdateAnswer(msgspec.Struct, frozen=True):
+    """`state` is what `wait` asked for or, of an update that has gone further by then, `completed`."""
+
+    request: str
+    event: str
+    state: str
+    stage: str | None = None
+    step: int | None = None
+    object: Literal["request.update"] = "request.update"
 
 
 # --- GET /v1/models, /health/ready ------------------------------------------------------------------------------------

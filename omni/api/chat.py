@@ -6,8 +6,8 @@ that answers.
 """
 
 import asyncio
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Final
@@ -24,9 +24,11 @@ from omni.api.decode import convert, drop_harmless, read_object
 from omni.api.errors import error_answer, log_bug
 from omni.api.lifetime import Events, Lifetime, while_connected
 from omni.api.params import Spelling, caller_spelling, one_of, per_stage
-from omni.outputs import RequestEvent, RequestOutput, StageDone, TextDelta, TextOutput
+from omni.api.requests import HEADER, Requests
+from omni.outputs import RequestEvent, RequestOutput, StageDone, StagePaused, StageUpdated, TextDelta, TextOutput
 from omni.pipeline import Pipeline
 from omni.request import GenerateRequest
+from omni.running import RunningRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import StageName
@@ -53,57 +55,63 @@ class ChatCall:
 
 
 class Chat:
-    def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime) -> None:
+    def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime, requests: Requests) -> None:
         self._pipeline: Final = pipeline
         self._catalog: Final = catalog
         self._lifetime: Final = lifetime
+        self._requests: Final = requests
 
     async def complete(self, http: Request) -> Response:
         data = await read_object(http, self._pipeline.deploy.api.max_body_bytes)
-        call = self._check(data)
+        call = self._check(data, self._requests.new_id(http, "chatcmpl"))
         events = self._pipeline.generate(call.request)
         if call.stream:
             return await self._stream(http, call, events)
-        with caller_spelling(call.spelling):
+        with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
         said = done.output if isinstance(done.output, TextOutput) else TextOutput("")
         choice = bodies.Choice(bodies.AnswerMessage(said.text), _finish(done), logprobs=_chances(said.logprobs))
         answer = bodies.ChatAnswer(call.id, call.created, call.model, [choice], _usage(done))
-        return Response(msgspec.json.encode(answer), media_type="application/json", headers={"x-request-id": call.id})
+        return Response(msgspec.json.encode(answer), media_type="application/json", headers={HEADER: call.id})
 
-    def _check(self, data: dict[str, Json]) -> ChatCall:
+    def _check(self, data: dict[str, Json], name: str) -> ChatCall:
         drop_harmless(data, bodies.CHAT_REFUSED)
         body = convert(data, bodies.ChatBody, known=bodies.CHAT_REFUSED)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options needs stream=true", field="stream_options")
+        if body.resumable and not body.stream:
+            raise InvalidRequest("resumable needs stream=true, or nobody would know when to go on", field="resumable")
         stage = self._catalog.stage_for(body.model, Kind.TEXT, ROUTE)
         spelling: Spelling = {"prompt": "messages"}
         params = _sampling(body, spelling)
         convert(params, SamplingParams, spelling=spelling)
         request = GenerateRequest(
-            messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+            messages=tuple(to_message(message, index) for index, message in enumerate(body.messages)),
             outputs=(stage,),
             params=per_stage(self._pipeline, self._catalog, stage, params),
         )
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return ChatCall(
-            f"chatcmpl-{uuid.uuid4().hex}", int(time()), body.model, stage, request, spelling, bool(body.stream), usage
-        )
+        return ChatCall(name, int(time()), body.model, stage, request, spelling, bool(body.stream), usage)
 
-    async def _stream(self, http: Request, call: ChatCall, events: Events) -> Response:
+    async def _stream(self, http: Request, call: ChatCall, events: RunningRequest) -> Response:
         try:
+            self._requests.add(call.id, events)
             with caller_spelling(call.spelling):
                 first = await while_connected(http, self._first_text(call.stage, events))
         except BaseException:
+            self._requests.remove(call.id, events)
             await events.aclose()
             raise
-        return _OwnedStream(self._lines(call, first, events), events, headers={"x-request-id": call.id})
+        over = functools.partial(self._requests.remove, call.id, events)
+        return _OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
 
     async def _first_text(self, stage: StageName, events: Events) -> RequestEvent:
         while True:
             event = await self._lifetime.next(events)
-            if isinstance(event, RequestOutput) or (isinstance(event, TextDelta) and event.stage == stage):
+            if isinstance(event, RequestOutput) or (
+                isinstance(event, TextDelta | StagePaused) and event.stage == stage
+            ):
                 return event
 
     async def _lines(self, call: ChatCall, event: RequestEvent, events: Events) -> AsyncGenerator[bytes, None]:
@@ -118,6 +126,10 @@ class Chat:
                     yield _chunk(
                         call, bodies.Delta(content=event.text), usage=none_yet, logprobs=_chances(event.logprobs)
                     )
+                elif isinstance(event, StagePaused) and event.stage == call.stage:
+                    yield _chunk(call, bodies.Delta(), finish=_FINISH.get(event.finish_reason, "stop"), usage=none_yet)
+                elif isinstance(event, StageUpdated):
+                    yield _chunk(call, None, usage=none_yet, update=_told(event))
                 event = await self._lifetime.next(events)
             done = _done(event, call.stage)
             rest = done.output.logprobs[told:] if isinstance(done.output, TextOutput) else ()
@@ -135,15 +147,23 @@ class Chat:
 class _OwnedStream(EventSourceResponse):
     """Server-sent events that close the pipeline's iteration however they end, even before they began."""
 
-    def __init__(self, lines: AsyncGenerator[bytes, None], events: Events, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        lines: AsyncGenerator[bytes, None],
+        events: Events,
+        over: Callable[[], None],
+        headers: Mapping[str, str],
+    ) -> None:
         super().__init__(lines, headers=headers, sep="\n")
         self._lines: Final = lines
         self._events: Final = events
+        self._over: Final = over
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
+            self._over()
             await self._lines.aclose()
             await self._events.aclose()
 
@@ -176,6 +196,7 @@ def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
         "regex": body.regex,
         "grammar": body.grammar,
         "cache_salt": body.cache_salt,
+        "resumable": body.resumable,
     }
     spelling["json_schema"] = "response_format"
     if body.top_logprobs is not None:
@@ -221,7 +242,7 @@ def _chances(logprobs: Sequence[TokenLogprobs]) -> bodies.ChoiceLogprobs | None:
     )
 
 
-def _message(message: bodies.MessageBody, index: int) -> ChatMessage:
+def to_message(message: bodies.MessageBody, index: int) -> ChatMessage:
     """Text parts are joined with line breaks. `developer` is the newer word for `system`."""
     role = "system" if message.role == "developer" else message.role
     if isinstance(message.content, str):
@@ -263,9 +284,14 @@ def _chunk(
     finish: str | None = None,
     usage: bodies.ChatUsage | msgspec.UnsetType | None,
     logprobs: bodies.ChoiceLogprobs | None = None,
+    update: bodies.UpdateTold | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
     choices = [] if delta is None else [bodies.ChunkChoice(delta, finish, logprobs=logprobs)]
-    return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage)))
+    return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage, update)))
+
+
+def _told(event: StageUpdated) -> bodies.UpdateTold:
+    return bodies.UpdateTold(event.event, event.state.value, event.reason or None, event.step)
 
 
 def _line(data: bytes) -> bytes:

@@ -7,7 +7,6 @@ draws. Files are made and read in threads, never on the loop.
 import asyncio
 import base64
 import re
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BytesIO
@@ -23,6 +22,7 @@ from omni.api.catalog import Catalog
 from omni.api.decode import convert, drop_harmless, read_object, show
 from omni.api.lifetime import Lifetime, while_connected
 from omni.api.params import Spelling, caller_spelling, one_of, per_stage
+from omni.api.requests import HEADER, Requests
 from omni.outputs import ImageOutput, RequestOutput, TextOutput
 from omni.pipeline import Pipeline
 from omni.request import GenerateRequest
@@ -57,20 +57,22 @@ class ImagesCall:
 
 
 class Images:
-    def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime) -> None:
+    def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime, requests: Requests) -> None:
         self._pipeline: Final = pipeline
         self._catalog: Final = catalog
         self._lifetime: Final = lifetime
+        self._requests: Final = requests
 
     async def generate(self, http: Request) -> Response:
         data = await read_object(http, self._pipeline.deploy.api.max_body_bytes)
-        call = await self._check(data)
-        with caller_spelling(call.spelling):
-            output = await while_connected(http, self._lifetime.last(self._pipeline.generate(call.request)))
+        call = await self._check(data, self._requests.new_id(http, "img"))
+        running = self._pipeline.generate(call.request)
+        with caller_spelling(call.spelling), self._requests.running(call.id, running):
+            output = await while_connected(http, self._lifetime.last(running))
         body = await asyncio.to_thread(_encode, call, output)
-        return Response(body, media_type="application/json", headers={"x-request-id": call.id})
+        return Response(body, media_type="application/json", headers={HEADER: call.id})
 
-    async def _check(self, data: dict[str, Json]) -> ImagesCall:
+    async def _check(self, data: dict[str, Json], name: str) -> ImagesCall:
         drop_harmless(data, bodies.IMAGES_REFUSED)
         body = convert(data, bodies.ImagesBody, known=bodies.IMAGES_REFUSED)
         if not body.prompt.strip():
@@ -92,9 +94,7 @@ class Images:
             outputs=(stage,) if writer is None else (writer, stage),
             params=per_stage(self._pipeline, self._catalog, stage, params),
         )
-        return ImagesCall(
-            f"img-{uuid.uuid4().hex}", int(time()), stage, writer, request, spelling, body.output_format or "png"
-        )
+        return ImagesCall(name, int(time()), stage, writer, request, spelling, body.output_format or "png")
 
     def _check_count(self, n: int | None) -> None:
         most = self._pipeline.deploy.limits.max_images

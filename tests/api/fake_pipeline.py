@@ -5,6 +5,7 @@ prompt names. While its gate is closed, admitted requests wait in their stage.
 """
 
 import asyncio
+import functools
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from omni.answers import Answers
 from omni.api.server import serve
 from omni.graph import Graph
 from omni.outputs import (
@@ -30,12 +32,14 @@ from omni.outputs import (
     TextOutput,
 )
 from omni.planning import Planner
-from omni.request import GenerateRequest
+from omni.request import GenerateRequest, UpdateRequest
+from omni.running import RunningRequest
 from omni.status import EdgeStatus, PipelineStatus, ReplicaStatus, StageStatus
+from omni.update_planning import Refused, plan_update
 from proto.deploy import ApiSpec, ArStage, Deploy, DiffusionStage, Kind, LimitsSpec, Link, ModelSpec, kind_of
 from proto.errors import OmniError, QueueFull
-from proto.ids import Epoch, RequestId, StageName
-from proto.messages import StageInfo, Timings, Usage
+from proto.ids import Epoch, EventId, RequestId, StageName
+from proto.messages import StageInfo, Timings, Updated, UpdateState, Usage
 from proto.params import Json
 
 T = TypeVar("T")
@@ -102,7 +106,24 @@ class FakePipeline:
     def deploy(self) -> Deploy:
         return self._deploy
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
+    def generate(self, request: GenerateRequest) -> RunningRequest:
+        answers = Answers(RequestId("r"))
+        return RunningRequest(self._generate(request), answers, functools.partial(self._update, request, answers))
+
+    def _update(self, request: GenerateRequest, answers: Answers, asked: UpdateRequest) -> EventId:
+        """Answered at once: refused if its prompt says so, else started, and completed unless it has a transition."""
+        stage, reason = StageName(""), "as the test asked" if asked.prompt == "refuse" else ""
+        try:
+            stage = plan_update(self._deploy, self._planner.plan(request, self.infos), asked)[0].stage
+        except Refused as error:
+            reason = error.reason
+        event, new = answers.ask(asked)
+        states = [UpdateState.REFUSED] if reason else [UpdateState.STARTED, UpdateState.COMPLETED]
+        for state in states[: 1 if asked.transition_steps else 2] if new else ():
+            answers.hear(stage, Updated(event=event, state=state, reason=reason, step=3))
+        return event
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
         plan = self._planner.plan(request, self.infos)
         if self.fail_at_start is not None:
             raise self.fail_at_start
