@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Final
 
 from omni.graph import Finding
-from proto.deploy import DEMO_MODELS, ArStage, Deploy, MasterSpec, StageSpec, kind_of
+from proto.deploy import (
+    DEMO_MODELS,
+    ArStage,
+    ArTask,
+    Deploy,
+    HiddenTokens,
+    Kind,
+    KvAt,
+    MasterSpec,
+    StageSpec,
+    kind_of,
+)
+from proto.ids import StageName
 from proto.suggest import hint
 
 DEMO: Final = "demo://"
@@ -29,6 +41,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
         yield from _device_findings(stage, path)
         yield from _kind_findings(stage, path)
         yield from _model_findings(stage, path, check_paths)
+    yield from _encoder_findings(deploy)
 
 
 def _master_findings(master: MasterSpec) -> Iterator[Finding]:
@@ -118,9 +131,40 @@ def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
         if "{prompt}" not in stage.prompt.template:
             message = f"{stage.prompt.template!r} has no {{prompt}} in it, so every prompt would be lost; add it"
             yield Finding(f"{path}.prompt.template", message)
+        yield from _ar_findings(stage, path)
         layers = stage.engine.kv_layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) != len(layers)):
             yield Finding(f"{path}.engine.kv_layers", "must list each layer once, by its number from 0")
+
+
+def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
+    engine = stage.engine
+    if engine.task is ArTask.ENCODE:
+        if stage.output in (Kind.TEXT, Kind.TOKENS):
+            yield Finding(
+                f"{path}.output", f"with `task: encode` the stage writes no {stage.output.value}; take one away"
+            )
+        if engine.kv_at is not KvAt.PREFILL:
+            yield Finding(f"{path}.engine.kv_at", "with `task: encode` there is only the prefill; take one away")
+    if engine.kv_at is KvAt.TOKEN and engine.kv_token is None:
+        yield Finding(f"{path}.engine.kv_token", "missing; `kv_at: token` needs the token, such as <|im_end|>", True)
+    if engine.kv_at is not KvAt.TOKEN and engine.kv_token is not None:
+        yield Finding(f"{path}.engine.kv_token", "means nothing without `kv_at: token`; add that, or take this away")
+    if engine.hidden_layers == ():
+        yield Finding(f"{path}.engine.hidden_layers", "is empty; name at least one, or leave it out")
+    if engine.hidden_skip and engine.hidden_tokens is HiddenTokens.LAST:
+        yield Finding(f"{path}.engine.hidden_skip", "means nothing with `hidden_tokens: last`; take one away")
+
+
+def _encoder_findings(deploy: Deploy) -> Iterator[Finding]:
+    """Links to what a stage that only encodes does not write."""
+    for name, stage in deploy.stages.items():
+        for key, link in stage.inputs.items():
+            source, _, output = link.source.partition(".")
+            of = deploy.stages.get(StageName(source))
+            if isinstance(of, ArStage) and of.engine.task is ArTask.ENCODE and output in ("text", "tokens"):
+                message = f"stage {source} has `task: encode`, so it gives no {output}; take hidden or kv of it"
+                yield Finding(f"stages.{name}.inputs.{key}", message)
 
 
 def _model_findings(stage: StageSpec, path: str, check_paths: bool) -> Iterator[Finding]:

@@ -111,7 +111,8 @@ def _timing_line(done: StageDone) -> list[str]:
 def show_outputs(result: RequestOutput, console: Console) -> None:
     for stage, output in result.outputs.items():
         if isinstance(output, TextOutput):
-            console.print(Text(f"{stage}: ", style="bold").append(output.text, style="not bold"), soft_wrap=True)
+            for text in output.texts:
+                console.print(Text(f"{stage}: ", style="bold").append(text, style="not bold"), soft_wrap=True)
         else:
             console.out(f"{stage}: {_described(output)}", highlight=False)
 

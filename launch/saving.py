@@ -62,7 +62,8 @@ def save_outputs(result: RequestOutput, target: Path) -> list[Path]:
 def _files(output: Output, image_suffix: str) -> Iterator[tuple[str, bytes]]:
     """(suffix, bytes) of each item of an output."""
     if isinstance(output, TextOutput):
-        yield ".txt", output.text.encode() + b"\n"
+        for text in output.texts:
+            yield ".txt", text.encode() + b"\n"
     elif isinstance(output, ImageOutput):
         image_format = {".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}.get(image_suffix, "png")
         for index in range(len(output.array)):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from proto.ids import EventId, RequestId, StageName
-from proto.messages import Timings, TokenLogprobs, UpdateState, Usage
+from proto.messages import Answer, Timings, TokenLogprobs, UpdateState, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,10 +18,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextOutput:
-    """`logprobs` are those of every token of the answer, if they were asked for."""
+    """`logprobs` are those of every token of the answer, if they were asked for, `prompt_logprobs` those of the prompt's
+    tokens but the first. `more` are further answers, where several were asked for."""
 
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    more: tuple[Answer, ...] = ()
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """All answers, in their order."""
+        return (self.text, *(one.text for one in self.more))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +114,13 @@ class StageStarted:
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """More of a stage's text. The deltas, joined, are the text of its `TextOutput`."""
+    """More of a stage's text. The deltas of a choice, joined, are that answer in its `TextOutput`."""
 
     request: RequestId
     stage: StageName
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before
+    choice: int = 0  # which of several answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,8 +91,12 @@ class RequestStream:
         if not isinstance(last, PartArrived) or (last.stage, last.output) != (news.stage, news.output):
             return False
         if isinstance(last.part, messages.TextDelta) and isinstance(news.part, messages.TextDelta):
+            if last.part.choice != news.part.choice:
+                return False
             joined = messages.TextDelta(
-                text=last.part.text + news.part.text, logprobs=last.part.logprobs + news.part.logprobs
+                text=last.part.text + news.part.text,
+                logprobs=last.part.logprobs + news.part.logprobs,
+                choice=news.part.choice,
             )
             self._waiting[-1] = PartArrived(news.stage, news.output, joined)
             return True
@@ -129,7 +133,7 @@ class RequestStream:
     def _part(self, news: PartArrived) -> RequestEvent:
         part = news.part
         if isinstance(part, messages.TextDelta):
-            return TextDelta(self.request, news.stage, part.text, part.logprobs)
+            return TextDelta(self.request, news.stage, part.text, part.logprobs, part.choice)
         if isinstance(part, Progress):
             return StageProgress(self.request, news.stage, part.step, part.total)
         if isinstance(part, Started):
@@ -151,7 +155,7 @@ def _pixels(index: int, tensors: Sequence[WireTensor]) -> "NDArray[np.uint8]":
 def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:
     """A value from a stage as what callers get. Raises `ProtocolError` when it names no tensor or one of a wrong type."""
     if isinstance(value, Text):
-        return TextOutput(value.text, value.logprobs)
+        return TextOutput(value.text, value.logprobs, value.prompt_logprobs, value.more)
     if isinstance(value, Images):
         return ImageOutput(_pixels(value.tensor, tensors), value.seeds)
     if isinstance(value, Audio):

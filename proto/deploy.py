@@ -55,6 +55,22 @@ class OnPayloadLoss(enum.Enum):
     FAIL = "fail"
 
 
+class ArTask(enum.Enum):
+    GENERATE = "generate"
+    ENCODE = "encode"
+
+
+class HiddenTokens(enum.Enum):
+    ALL = "all"
+    LAST = "last"
+
+
+class KvAt(enum.Enum):
+    PREFILL = "prefill"
+    TOKEN = "token"
+    END = "end"
+
+
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every mapping in the deploy."""
 
@@ -87,6 +103,7 @@ class LimitsSpec(_Section, frozen=True):
 
 class ModelSpec(_Section, frozen=True):
     path: str | None = None  # checkpoint folder, GGUF file, or demo://NAME
+    tokenizer: str | None = None  # folder of an AR stage's tokenizer; default: where the model is
     dtype: Annotated[str, Meta(pattern="^(auto|float32|bfloat16|float16)$")] = "auto"
     pipeline_class: str | None = None  # diffusers class to use instead of the one in model_index.json
 
@@ -111,6 +128,7 @@ class EdgeSpec(_Section, frozen=True):
 class PromptSpec(_Section, frozen=True):
     """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
 
+    chat: bool = True  # a plain prompt goes through the tokenizer's chat template; false: `template` is all there is
     system: str | None = None  # system message of a plain prompt
     template: str = "{prompt}"  # {prompt} stands for what came in
 
@@ -127,7 +145,14 @@ class ArEngineSpec(_Section, frozen=True):
     pack_weights: bool = False  # on a CPU: a second copy of the weights, for speed with several answers under way
     compile: bool = False  # compile the model's layers when the stage starts: slower to start, faster to answer
     max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
+    task: ArTask = ArTask.GENERATE  # or encode: prompts are read for other stages, and nothing is answered
+    # States that `hidden` holds, side by side: 0 the embeddings, k after layer k, -1 the last one, after its norm.
+    hidden_layers: tuple[int, ...] | None = None  # default: [-1]
+    hidden_tokens: HiddenTokens = HiddenTokens.ALL  # all or last: the prompt's tokens that `hidden` holds
+    hidden_skip: Annotated[int, Meta(ge=0)] = 0  # so many tokens at the start are not in `hidden`: a template's own
     kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all
+    kv_at: KvAt = KvAt.PREFILL  # when it goes: prefill, token (up to `kv_token`) or end (all but the last token)
+    kv_token: Annotated[str, Meta(min_length=1)] | None = None  # one token of the tokenizer, such as <|im_end|>
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
@@ -206,7 +231,7 @@ OUTPUTS: Final[dict[str, dict[str, Kind]]] = {
 """What the stages of a kind can give, by the name after the dot in `stage.output`."""
 
 INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
-    "ar": {"prompt": (Kind.TEXT,), "tokens": (Kind.TOKENS,)},
+    "ar": {"prompt": (Kind.TEXT,), "tokens": (Kind.TOKENS,), "prompt_embeds": (Kind.HIDDEN,)},
     "diffusion": {
         "prompt": (Kind.TEXT,),
         "negative_prompt": (Kind.TEXT,),

@@ -59,9 +59,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     top: tuple[TokenChance, ...] = ()
 
 
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One of several answers to a prompt."""
+
+    text: str
+    finish_reason: Short
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
 class Text(_Message, frozen=True, tag="text"):
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # of every token of an answer, if they were asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, if they were asked for
+    more: tuple[Answer, ...] = ()  # answers 1 and on, where several were asked for; this is answer 0
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -183,6 +193,7 @@ class TextDelta(_Message, frozen=True, tag="delta"):
 
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before; the last ones come with the `Text`
+    choice: Number = 0  # the answer that it is of
 
 
 class Progress(_Message, frozen=True, tag="step"):

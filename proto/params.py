@@ -78,7 +78,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     stop_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=256)] | None = None  # each ends the answer
     min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None  # before so many, no token may end the answer
     ignore_eos: bool | None = None  # the model's own end-of-sequence tokens do not end the answer
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None  # answers; number k uses the seed `seed + k`
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # of each token, and of so many alternatives
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # the same of the prompt's tokens but the first
     json_schema: dict[str, Json] | None = None  # the answer is JSON of this schema; {} is any object
     regex: Annotated[str, Meta(min_length=1, max_length=16384)] | None = None  # the answer matches it, whole
     grammar: Annotated[str, Meta(min_length=1, max_length=65536)] | None = None  # Lark; the answer is in its language

@@ -70,6 +70,7 @@ class ChatBody(_Body, frozen=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    n: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -77,6 +78,7 @@ class ChatBody(_Body, frozen=True):
     ignore_eos: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -93,7 +95,6 @@ class ChatBody(_Body, frozen=True):
 _NO_TOOLS: Final = "this server calls no tools"
 
 CHAT_REFUSED: Final[dict[str, Refused]] = {
-    "n": Refused((1,), "one answer a request; send the request again for another"),
     "modalities": Refused((["text"],), 'this route answers with text; use ["text"]'),
     "audio": Refused((), "this route answers with text"),
     "tools": Refused(([],), _NO_TOOLS),
@@ -156,6 +157,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     model: str
     choices: list[Choice]
     usage: ChatUsage
+    prompt_logprobs: ChoiceLogprobs | msgspec.UnsetType = msgspec.UNSET  # not of OpenAI's
     object: Literal["chat.completion"] = "chat.completion"
 
 

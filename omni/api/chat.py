@@ -7,6 +7,7 @@ that answers.
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
@@ -32,7 +33,7 @@ from omni.running import RunningRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import StageName
-from proto.messages import ChatMessage, TokenLogprobs
+from proto.messages import Answer, ChatMessage, TokenLogprobs
 from proto.params import Json, SamplingParams
 
 ROUTE: Final = "/v1/chat/completions"
@@ -52,6 +53,7 @@ class ChatCall:
     spelling: Spelling
     stream: bool
     usage_chunk: bool
+    choices: int
 
 
 class Chat:
@@ -70,9 +72,14 @@ class Chat:
         with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
-        said = done.output if isinstance(done.output, TextOutput) else TextOutput("")
-        choice = bodies.Choice(bodies.AnswerMessage(said.text), _finish(done), logprobs=_chances(said.logprobs))
-        answer = bodies.ChatAnswer(call.id, call.created, call.model, [choice], _usage(done))
+        choices = [
+            bodies.Choice(bodies.AnswerMessage(one.text), _finish(one), index, _chances(one.logprobs))
+            for index, one in enumerate(_answers(done))
+        ]
+        prompt = _chances(done.output.prompt_logprobs) if isinstance(done.output, TextOutput) else None
+        answer = bodies.ChatAnswer(
+            call.id, call.created, call.model, choices, _usage(done), prompt_logprobs=prompt or msgspec.UNSET
+        )
         return Response(msgspec.json.encode(answer), media_type="application/json", headers={HEADER: call.id})
 
     def _check(self, data: dict[str, Json], name: str) -> ChatCall:
@@ -92,7 +99,7 @@ class Chat:
             params=per_stage(self._pipeline, self._catalog, stage, params),
         )
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return ChatCall(name, int(time()), body.model, stage, request, spelling, bool(body.stream), usage)
+        return ChatCall(name, int(time()), body.model, stage, request, spelling, bool(body.stream), usage, body.n or 1)
 
     async def _stream(self, http: Request, call: ChatCall, events: RunningRequest) -> Response:
         try:
@@ -118,22 +125,23 @@ class Chat:
         """The stream. Once begun, an error can only be one more event, and the last: no [DONE] follows it."""
         none_yet = None if call.usage_chunk else msgspec.UNSET
         try:
-            yield _chunk(call, bodies.Delta(role="assistant", content=""), usage=none_yet)
-            told = 0
+            for index in range(call.choices):
+                yield _chunk(call, bodies.Delta(role="assistant", content=""), index, usage=none_yet)
+            told: Counter[int] = Counter()
             while not isinstance(event, RequestOutput):
                 if isinstance(event, TextDelta) and event.stage == call.stage and event.text:
-                    told += len(event.logprobs)
-                    yield _chunk(
-                        call, bodies.Delta(content=event.text), usage=none_yet, logprobs=_chances(event.logprobs)
-                    )
+                    told[event.choice] += len(event.logprobs)
+                    delta, chances = bodies.Delta(content=event.text), _chances(event.logprobs)
+                    yield _chunk(call, delta, event.choice, usage=none_yet, logprobs=chances)
                 elif isinstance(event, StagePaused) and event.stage == call.stage:
                     yield _chunk(call, bodies.Delta(), finish=_FINISH.get(event.finish_reason, "stop"), usage=none_yet)
                 elif isinstance(event, StageUpdated):
                     yield _chunk(call, None, usage=none_yet, update=_told(event))
                 event = await self._lifetime.next(events)
             done = _done(event, call.stage)
-            rest = done.output.logprobs[told:] if isinstance(done.output, TextOutput) else ()
-            yield _chunk(call, bodies.Delta(), finish=_finish(done), usage=none_yet, logprobs=_chances(rest))
+            for index, one in enumerate(_answers(done)):
+                rest = _chances(one.logprobs[told[index] :])
+                yield _chunk(call, bodies.Delta(), index, finish=_finish(one), usage=none_yet, logprobs=rest)
             if call.usage_chunk:
                 yield _chunk(call, None, usage=_usage(done))
             yield _line(b"[DONE]")
@@ -191,7 +199,9 @@ def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
         "stop_token_ids": body.stop_token_ids,
         "min_tokens": body.min_tokens,
         "ignore_eos": body.ignore_eos,
+        "n": body.n,
         "logprobs": _logprobs_wanted(body),
+        "prompt_logprobs": body.prompt_logprobs,
         "json_schema": _schema(body.response_format),
         "regex": body.regex,
         "grammar": body.grammar,
@@ -268,8 +278,14 @@ def _done(output: RequestOutput, stage: StageName) -> StageDone:
     return done
 
 
-def _finish(done: StageDone) -> str:
-    return _FINISH.get(done.finish_reason, "stop")
+def _answers(done: StageDone) -> list[Answer]:
+    """All answers, in their order."""
+    said = done.output if isinstance(done.output, TextOutput) else TextOutput("")
+    return [Answer(said.text, done.finish_reason, said.logprobs), *said.more]
+
+
+def _finish(answer: Answer) -> str:
+    return _FINISH.get(answer.finish_reason, "stop")
 
 
 def _usage(done: StageDone) -> bodies.ChatUsage:
@@ -280,13 +296,14 @@ def _usage(done: StageDone) -> bodies.ChatUsage:
 def _chunk(
     call: ChatCall,
     delta: bodies.Delta | None,
+    index: int = 0,
     *,
     finish: str | None = None,
     usage: bodies.ChatUsage | msgspec.UnsetType | None,
     logprobs: bodies.ChoiceLogprobs | None = None,
     update: bodies.UpdateTold | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
-    choices = [] if delta is None else [bodies.ChunkChoice(delta, finish, logprobs=logprobs)]
+    choices = [] if delta is None else [bodies.ChunkChoice(delta, finish, index, logprobs)]
     return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage, update)))
 
 

@@ -19,23 +19,24 @@ import torch
 
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import RequestId
-from proto.messages import StageInfo, Started, Tensor, Text, TextDelta, Tokens, Value
+from proto.messages import StageInfo, Started, TextDelta
 from proto.params import Json
-from stages.ar.exports import hidden_payload, kv_payload
+from stages.ar.answers import finished
 from stages.ar.metrics import Metrics
-from stages.ar.runner import Output
+from stages.ar.runner import Output, joined
 from stages.ar.sampler import sample
 from stages.ar.scheduler import Chunk, Plan
 from stages.ar.sequence import Sequence
 from stages.ar.startup import Parts, start
-from stages.engine import Emit, EngineStats, Event, Failed, Finished, Job, LoadContext, Publish
+from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 
 
 class ArEngine:
     """See the module's docstring, and `stages.engine.Engine` for the contract.
 
-    What a job may ask for: `text` (streamed), `tokens` (every generated id, an end-of-sequence id included), `hidden` and
-    `kv` (of the prompt, published right after the prefill). A job that asks only for the last two generates nothing.
+    What a job may ask for: `text` (streamed), `tokens` (every generated id, an end-of-sequence id included), `hidden` (of
+    the prompt, published right after the prefill) and `kv` (then too, or when the deploy's `kv_at` says). A job that asks
+    only for what the prefill gives generates nothing.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,12 @@ class ArEngine:
             self._loaded.scheduler.add(sequence.track)
         except OmniError as error:
             raise self._named(error) from error
-        self._sequences[job.request] = sequence
+        self._enter(sequence)
+
+    def _enter(self, sequence: Sequence) -> None:
+        if sequence.embeds is not None:
+            self._loaded.runner.embed(sequence.track, sequence.embeds)
+        self._sequences[sequence.track.request] = sequence
 
     def step(self) -> list[Event]:
         """One forward: a token for every answer that is under way, and chunks of prompts."""
@@ -73,8 +79,12 @@ class ArEngine:
         return events
 
     def abort(self, request: RequestId) -> None:
-        if request in self._sequences:
-            self._forget(self._sequences[request])
+        for sequence in self._with_siblings(request):
+            self._forget(sequence)
+
+    def _with_siblings(self, request: RequestId) -> list[Sequence]:
+        """All sequences of a request that have not ended; none if it is not here."""
+        return [one for one in self._sequences.values() if one.job.request == request]
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
         """`stats`: requests, pages, times and counters. `info`: what `load` returned. `reset_prefix_cache`: forget all
@@ -118,41 +128,47 @@ class ArEngine:
     def _start(self, plan: Plan, events: list[Event]) -> None:
         now = time.perf_counter()
         for track in plan.started:
-            clocks = self._sequences[track.request].clocks
+            sequence = self._sequences[track.request]
+            clocks = sequence.clocks
             clocks.started = now
+            if sequence.choice:
+                continue  # its request has left the queue already
             self._metrics.queue.add(now - clocks.arrived)
-            events.append(Emit(track.request, "", Started(now - clocks.arrived)))
+            events.append(Emit(sequence.job.request, "", Started(now - clocks.arrived)))
 
     def _run(self, chunks: Many[Chunk], events: list[Event]) -> tuple[Many[Chunk], Output | None]:
         """The chunks that could be computed, and what came out. Those that could not have failed."""
+        chunks = [chunk for chunk in chunks if self._answers(chunk)]
         if not chunks:
             return (), None
-        hidden = any(self._wants_hidden(chunk) for chunk in chunks)
+        wish = self._loaded.exports.wish(chunks, [self._sequences[chunk.track.request] for chunk in chunks])
         try:
-            return chunks, self._loaded.runner.run(chunks, hidden=hidden)
+            return chunks, self._loaded.runner.run(chunks, wish)
         except Exception as error:  # noqa: BLE001  # the fault boundary of requests: a model may raise anything
             if len(chunks) == 1:
                 self._fail(self._sequences[chunks[0].track.request], error, events)
                 return (), None
-        parts = [self._run([chunk], events) for chunk in chunks]
-        outputs = [output for _, output in parts if output is not None]
-        if not outputs:
+        parts = [
+            (done, output) for chunk in chunks for done, output in [self._run([chunk], events)] if output is not None
+        ]
+        parts = [(done, output) for done, output in parts if self._answers(done[0])]
+        if not parts:
             return (), None
-        logits = torch.cat([output.logits for output in outputs])
-        states = tuple(state for output in outputs for state in output.hidden) if hidden else ()
-        return [chunk for done, _ in parts for chunk in done], Output(logits, states)
+        return [chunk for done, _ in parts for chunk in done], joined([output for _, output in parts], wish)
 
     def _read(self, chunks: Many[Chunk], output: Output | None, events: list[Event]) -> None:
-        """What prompts give that have been read: payloads, and the end of requests that wanted nothing else."""
+        """What prompts give that have been read, payloads that are due, and the end of requests that wanted nothing else."""
         for number, chunk in enumerate(chunks):
-            sequence = self._sequences[chunk.track.request]
-            if sequence.read:
+            sequence = self._sequences.get(chunk.track.request)
+            if sequence is None or output is None:
                 continue
-            if output is not None and output.hidden and self._wants_hidden(chunk):
-                if chunk.start == 0:
-                    sequence.hidden.clear()
-                sequence.hidden.append(output.hidden[number])
-            if chunk.end == sequence.prompt:
+            if sequence.read:
+                if sequence.kv_due is not None:
+                    self._guard(sequence, self._give_due, events)
+                continue
+            for token, found in self._loaded.exports.keep(sequence, chunk, output, number):
+                sequence.scores.append(self._loaded.intake.named(token, found))
+            if chunk.end >= sequence.prompt:
                 sequence.read = True
                 sequence.clocks.read = time.perf_counter()
                 self._guard(sequence, self._give_prompt, events)
@@ -170,6 +186,8 @@ class ArEngine:
         picked = sample(logits, [sequence.picker for sequence in sequences])
         now = time.perf_counter()
         for sequence, token, chances in zip(sequences, picked.tokens, picked.logprobs, strict=True):
+            if sequence.track.request not in self._sequences:
+                continue  # another answer to the same prompt has failed
             if token is None:
                 problem = "the model gave logits that are not numbers; if its dtype is float16, try bfloat16 or float32"
                 self._fail(sequence, StageFailed(problem), events)
@@ -184,44 +202,42 @@ class ArEngine:
     def _answers(self, chunk: Chunk) -> bool:
         return chunk.track.request in self._sequences
 
-    def _wants_hidden(self, chunk: Chunk) -> bool:
-        sequence = self._sequences[chunk.track.request]
-        return not sequence.read and "hidden" in sequence.wanted
-
     def _give_prompt(self, sequence: Sequence, events: list[Event]) -> None:
-        job = sequence.job
-        if sequence.hidden:
-            payload = hidden_payload(
-                torch.cat(sequence.hidden, dim=1) if len(sequence.hidden) > 1 else sequence.hidden[0]
-            )
-            sequence.hidden.clear()
-            if "hidden" in job.publish:
-                events.append(Publish(job.request, "hidden", payload))
-            if "hidden" in job.emit:
-                sequence.visible.append(payload.tensors["hidden"])
-        if "kv" in job.publish:
-            kv = kv_payload(self._loaded.runner, sequence.track, self._loaded.kv_layers, sequence.prompt)
-            events.append(Publish(job.request, "kv", kv))
+        events += self._loaded.exports.prompt_read(sequence)
         if sequence.prefill_only:
             sequence.finish_reason = "stop"
+        elif sequence.family is not None:
+            for choice in range(1, sequence.family.of):
+                sibling = self._loaded.intake.sibling(sequence, choice)
+                self._loaded.scheduler.add(sibling.track)
+                self._enter(sibling)
+
+    def _give_due(self, sequence: Sequence, events: list[Event]) -> None:
+        events += self._loaded.exports.computed(sequence)
 
     def _say(self, token: int, sequence: Sequence, events: list[Event]) -> None:
         delta = sequence.accept(token)
+        self._loaded.exports.said(sequence, token)
         if delta and "text" in sequence.job.emit:
             chances = tuple(sequence.logprobs[sequence.told :])
             sequence.told = len(sequence.logprobs)
-            events.append(Emit(sequence.job.request, "text", TextDelta(text=delta, logprobs=chances)))
+            part = TextDelta(text=delta, logprobs=chances, choice=sequence.choice)
+            events.append(Emit(sequence.job.request, "text", part))
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence, list[Event]], None], events: list[Event]) -> None:
         """Do one sequence's share; what it raises is its own failure and nobody else's. End it if it is done."""
         try:
             work(sequence, events)
+            if sequence.finish_reason is not None:
+                events += self._loaded.exports.ended(sequence)
         except Exception as error:  # noqa: BLE001  # the fault boundary of one request
             self._fail(sequence, error, events)
             return
         if sequence.finish_reason is not None:
-            events.append(_finished(sequence, sequence.finish_reason))
-            self._metrics.finished += 1
+            answers = sequence.ended()
+            if answers:
+                events.append(finished(answers))
+                self._metrics.finished += 1
             self._forget(sequence)
 
     def _fail(self, sequence: Sequence, error: Exception, events: list[Event]) -> None:
@@ -237,13 +253,14 @@ class ArEngine:
         if pages:
             self._loaded.runner.wipe(pages)
         self._metrics.failed += 1
-        self._forget(sequence)
+        for one in self._with_siblings(sequence.job.request):
+            self._forget(one)
         events.append(Failed(sequence.job.request, info))
 
     def _forget(self, sequence: Sequence) -> None:
         self._loaded.scheduler.remove(sequence.track)
         self._loaded.runner.forget(sequence.track)
-        del self._sequences[sequence.job.request]
+        del self._sequences[sequence.track.request]
 
     def _named(self, error: OmniError) -> OmniError:
         """With the stage's name in front."""
@@ -252,21 +269,3 @@ class ArEngine:
         named = type(error)(message, stage=stage, field=error.info.field)
         named.info = msgspec.structs.replace(error.info, message=message, stage=stage)
         return named
-
-
-def _finished(sequence: Sequence, reason: str) -> Finished:
-    outputs: dict[str, Value] = {}
-    if "text" in sequence.wanted:
-        outputs["text"] = Text(text=sequence.detokenizer.text, logprobs=tuple(sequence.logprobs))
-    if "tokens" in sequence.wanted:
-        outputs["tokens"] = Tokens(ids=sequence.answer)
-    if sequence.visible:
-        outputs["hidden"] = Tensor(tensor=0)
-    return Finished(
-        request=sequence.job.request,
-        outputs=outputs,
-        tensors=tuple(sequence.visible),
-        finish_reason=reason,
-        usage=sequence.usage,
-        detail=sequence.clocks.detail(time.perf_counter()),
-    )

@@ -1,13 +1,16 @@
 """From a job to a sequence that can run, or to a refusal that says what to change. Nothing runs here."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
+import torch
+import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from proto.deploy import OUTPUTS, ArStage
+from proto.deploy import OUTPUTS, ArStage, KvAt
 from proto.errors import InvalidRequest, OmniError
-from proto.ids import StageName
+from proto.ids import RequestId, StageName
 from proto.messages import TokenChance, TokenLogprobs
 from proto.params import SamplingParams
 from stages.ar.detokenizer import Decode, Detokenizer
@@ -17,7 +20,7 @@ from stages.ar.prompt import PromptReader, answer_length
 from stages.ar.sampler import Logprobs
 from stages.ar.sampling import decide, picker
 from stages.ar.scheduler import Track
-from stages.ar.sequence import PREFILL_OUTPUTS
+from stages.ar.sequence import PREFILL_OUTPUTS, Clocks, Family
 from stages.ar.sequence import Sequence as Work
 from stages.engine import Job
 
@@ -37,7 +40,14 @@ class Intake:
         self._stage = stage
         self._loaded = loaded
         self._outputs = outputs
-        self._reader = PromptReader(loaded.tokenizer, spec.prompt, vocabulary=loaded.vocabulary, context=loaded.context)
+        self._reader = PromptReader(
+            loaded.tokenizer,
+            spec.prompt,
+            vocabulary=loaded.vocabulary,
+            context=loaded.context,
+            width=int(loaded.model.get_input_embeddings().weight.shape[1]),
+        )
+        self._spec = spec.engine
         self._decode = decoder_of(loaded.tokenizer)
 
     def sequence(self, job: Job) -> Work:
@@ -58,29 +68,79 @@ class Intake:
 
     def _sequence(self, job: Job) -> Work:
         params = self._params(job)
-        self._check_outputs(job)
-        tokens = list(self._reader.read(job))
+        self._check_outputs(job, params)
+        embeds = self._reader.embeds(job)
+        tokens = list(self._reader.read(job, embeds))
         prompt = len(tokens)
-        generation = self._loaded.generation
-        length = self._length(params, prompt)
         wanted = {*job.emit, *job.publish}
+        if "hidden" in wanted and prompt <= self._spec.hidden_skip:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens, and `hidden` leaves out the first {self._spec.hidden_skip}"
+                " (engine.hidden_skip): nothing would be left",
+                field="prompt",
+            )
+        prefill_only = wanted <= self._prefill_outputs
+        length = self._length(params, prompt)
+        whole = params.prompt_logprobs is not None or "hidden" in wanted
         track = Track(
             request=job.request,
             tokens=tokens,
-            longest=prompt if wanted <= PREFILL_OUTPUTS else prompt + length,
+            longest=prompt if prefill_only else prompt + length,
             priority=params.priority or 0,
-            salt=params.cache_salt or "",
-            reads_cache="hidden" not in wanted,  # those of tokens that were read for somebody else are not kept
+            salt=_salt(params, embeds),
+            reads_cache=not whole,  # what tokens gave that were read for somebody else is not kept
         )
-        rule = decide(params, generation, self._loaded.eos, self._encode)
+        rule = decide(params, self._loaded.generation, self._loaded.eos, self._encode)
         return Work(
             job=job,
             prompt=prompt,
             max_tokens=length,
             track=track,
-            picker=picker(rule, tokens, self._grammars.matcher(params)),
+            picker=picker(rule, tokens, self._grammars.matcher(params), unknown=0 if embeds is None else prompt),
             detokenizer=Detokenizer(self._decode, params.stop or ()),
+            prefill_only=prefill_only,
+            embeds=embeds,
+            family=Family(params.n) if params.n is not None and params.n > 1 else None,
         )
+
+    def sibling(self, first: Work, choice: int) -> Work:
+        """Another answer to a prompt that has been read: as if it were asked alone, with the seed `seed + choice`."""
+        params = self._params(first.job)
+        tokens = first.track.tokens[: first.prompt]
+        rule = first.picker.rule
+        if rule.seed is not None:
+            rule = replace(rule, seed=rule.seed + choice)
+        track = replace(
+            first.track,
+            request=RequestId(f"{first.job.request}#{choice}"),
+            tokens=tokens,
+            reads_cache=True,
+            computed=0,
+            hits=0,
+            preempted=0,
+            pages=[],
+            hashes=list(first.track.hashes),
+            started=False,
+            seated=False,
+        )
+        unknown = first.prompt if first.embeds is not None else 0
+        return Work(
+            job=first.job,
+            prompt=first.prompt,
+            max_tokens=first.max_tokens,
+            track=track,
+            picker=picker(rule, tokens, self._grammars.matcher(params), unknown=unknown),
+            detokenizer=Detokenizer(self._decode, params.stop or ()),
+            embeds=first.embeds,
+            choice=choice,
+            family=first.family,
+            read=True,
+            clocks=Clocks(arrived=first.clocks.arrived),
+        )
+
+    @property
+    def _prefill_outputs(self) -> frozenset[str]:
+        return PREFILL_OUTPUTS if self._spec.kv_at is KvAt.PREFILL else PREFILL_OUTPUTS - {"kv"}
 
     def _length(self, params: SamplingParams, prompt: int) -> int:
         """Of the answer. One that nobody asked to be so long is no longer than the KV pool allows."""
@@ -110,7 +170,16 @@ class Intake:
                 last = self._loaded.vocabulary - 1
                 raise InvalidRequest(f"{field} names token {strange[0]}; the model has tokens 0 to {last}", field=field)
 
-    def _check_outputs(self, job: Job) -> None:
+    def _check_outputs(self, job: Job, params: SamplingParams) -> None:
+        several = sorted({*job.emit, *job.publish} - self._prefill_outputs - ({"text"} - {*job.publish}))
+        if several and params.n is not None and params.n > 1:
+            raise InvalidRequest(
+                f"n is {params.n}, but only a visible text may have several answers, and this request also takes"
+                f" {', '.join(several)} of this stage; set n to 1",
+                field="n",
+            )
+        if params.prompt_logprobs is not None and "text" not in job.emit:
+            raise InvalidRequest("prompt_logprobs come with the text, which is not asked for", field="prompt_logprobs")
         for name in (*job.emit, *job.publish):
             if name not in self._outputs:
                 known = name in OUTPUTS["ar"]
@@ -118,6 +187,15 @@ class Intake:
                 raise InvalidRequest(f"output {name!r} is not to be had: {why}", field="outputs")
         for name in EDGE_ONLY.intersection(job.emit):
             raise InvalidRequest(f"output {name!r} can go to another stage only, not to a caller", field="outputs")
+
+
+def _salt(params: SamplingParams, embeds: torch.Tensor | None) -> str:
+    """Equal embeddings share their prefixes, and with nothing else."""
+    salt = params.cache_salt or ""
+    if embeds is None:
+        return salt
+    content = xxhash.xxh3_128_hexdigest(embeds.contiguous().view(torch.uint8).numpy())
+    return f"{salt}\0{embeds.dtype}{content}"
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -25,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from proto.deploy import ArStage
+from proto.deploy import ArStage, ArTask
 from proto.errors import StartError
 from stages.devices import usable_device
 from stages.engine import LoadContext
@@ -41,7 +42,8 @@ _CONTEXT_KEYS: Final = ("max_position_embeddings", "n_positions", "max_seq_len",
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`context` is the most tokens of prompt and answer together; any of `eos` ends an answer."""
+    """`context` is the most tokens of prompt and answer together; any of `eos` ends an answer. A stage that only encodes
+    has a model without a head."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -63,12 +65,13 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
     device = usable_device(context)
     folder, gguf = _locate(path, context)
     where = {"gguf_file": gguf} if gguf else {}
+    generates = spec.engine.task is ArTask.GENERATE
+    kind = AutoModelForCausalLM if generates else AutoModel
+    tokenizer = _load_tokenizer(folder, where, spec, context)
     try:
-        context.report("loading the tokenizer", None)
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **where)
         context.report("loading the weights", 0.0)
         with _progress(context.report):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = kind.from_pretrained(
                 folder,
                 dtype=DTYPES[spec.model.dtype],
                 local_files_only=True,
@@ -79,7 +82,8 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise StartError(
-            f"stage {context.stage}: model.path {str(path)!r} is not a causal language model that transformers can load: {error}",
+            f"stage {context.stage}: model.path {str(path)!r} is not a {'causal language ' if generates else ''}model that"
+            f" transformers can load: {error}",
             stage=context.stage,
             field="model.path",
         ) from error
@@ -87,16 +91,35 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
     model.eval()
     config = model.config.get_text_config(decoder=True)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    generation = model.generation_config if generates else GenerationConfig()
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
-        generation=model.generation_config,
-        eos=frozenset(one for one in _eos(model.generation_config, config, tokenizer) if one < vocabulary),
+        generation=generation,
+        eos=frozenset(one for one in _eos(generation, config, tokenizer) if one < vocabulary),
         context=_context_length(config, spec, context),
         vocabulary=vocabulary,
         layers=int(config.num_hidden_layers),
         device=device,
     )
+
+
+def _load_tokenizer(
+    folder: Path, where: dict[str, str], spec: ArStage, context: LoadContext
+) -> PreTrainedTokenizerBase:
+    """From `model.tokenizer`, else from where the model is."""
+    context.report("loading the tokenizer", None)
+    named = spec.model.tokenizer
+    source, further, field = (Path(named), {}, "model.tokenizer") if named else (folder, where, "model.path")
+    try:
+        return AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False, **further)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        remedy = "" if named else "; if its tokenizer is in another folder, name that in model.tokenizer"
+        raise StartError(
+            f"stage {context.stage}: {field} {str(source)!r} has no tokenizer that transformers can load: {error}{remedy}",
+            stage=context.stage,
+            field=field,
+        ) from error
 
 
 def _locate(path: Path, context: LoadContext) -> tuple[Path, str | None]:

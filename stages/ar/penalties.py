@@ -60,7 +60,7 @@ def _tally(picker: Picker) -> Tally:
     tally = picker.tally
     if tally is None:
         room = 2 * len(picker.tokens) + 64
-        tally = picker.tally = Tally(np.zeros(room, np.int64), np.zeros(room, np.float32), {}, 0)
+        tally = picker.tally = Tally(np.zeros(room, np.int64), np.zeros(room, np.float32), {}, picker.unknown)
     for index in range(tally.read, len(picker.tokens)):
         token = picker.tokens[index]
         place = tally.place.setdefault(token, tally.size)

@@ -1,11 +1,14 @@
 """From a job's inputs to the token ids of its prompt. Pure apart from the tokenizer.
 
+- `prompt_embeds`: embeddings in place of tokens, whose ids are then of no meaning. They are the whole prompt.
 - `tokens`: ids as they are. They are the whole prompt: a `prompt` beside them is not read.
 - `prompt` as Chat: the messages as they are, through the tokenizer's chat template.
 - `prompt` as Text: the stage's `prompt.template` and `prompt.system` around it, then the chat template as one user
-  message; a tokenizer without a chat template gets the plain text, the system text first and a blank line between.
+  message; with `prompt.chat: false`, or a tokenizer without a chat template, the plain text, the system text first and a
+  blank line between.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -27,18 +30,50 @@ DEFAULT_MAX_TOKENS: Final = 1024
 class PromptReader:
     """Turns inputs into ids for one tokenizer. Everything that is wrong with an input is an `InvalidRequest`.
 
-    `vocabulary` is the number of ids that the model has, `context` the most tokens of prompt and answer together.
+    `vocabulary` is the number of ids that the model has, `width` the size of an embedding, `context` the most tokens of
+    prompt and answer together.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, spec: PromptSpec, *, vocabulary: int, context: int) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, spec: PromptSpec, *, vocabulary: int, context: int, width: int = 0
+    ) -> None:
+        self._width = width
         self._tokenizer = tokenizer
         self._spec = spec
         self._vocabulary = vocabulary
         self._context = context
 
-    def read(self, job: Job) -> tuple[int, ...]:
-        """The ids of the prompt: at least one, and few enough to leave room for one more."""
-        ids, field = self._ids(job)
+    def embeds(self, job: Job) -> torch.Tensor | None:
+        """The prompt as embeddings (T, D), if it is given so; a copy."""
+        given = job.inputs.get("prompt_embeds")
+        if isinstance(given, Tensor):
+            wire = tensor_at(job.tensors, given.tensor)
+        elif given is not None:
+            raise InvalidRequest(f"prompt_embeds must be a tensor, not {type(given).__name__}", field="prompt_embeds")
+        elif "prompt_embeds" in job.payloads:
+            tensors = job.payloads["prompt_embeds"].tensors
+            wire = tensors.get("prompt_embeds") or tensors.get("hidden") or _refuse_payload(tensors, "prompt_embeds")
+        else:
+            return None
+        try:
+            embeds = from_wire(wire)
+        except ProtocolError as error:
+            raise InvalidRequest(f"prompt_embeds cannot be read: {error}", field="prompt_embeds") from error
+        fits = embeds.dim() == 2 or (embeds.dim() == 3 and embeds.shape[0] == 1)
+        if not fits or not embeds.is_floating_point() or embeds.shape[-1] != self._width:
+            raise InvalidRequest(
+                f"prompt_embeds must be floats of shape (T, {self._width}) or (1, T, {self._width}), not"
+                f" {wire.ref.dtype.value} of {list(wire.ref.shape)}",
+                field="prompt_embeds",
+            )
+        if not bool(embeds.isfinite().all()):
+            raise InvalidRequest("prompt_embeds holds what is not a number", field="prompt_embeds")
+        return embeds.reshape(-1, self._width).clone()
+
+    def read(self, job: Job, embeds: torch.Tensor | None = None) -> tuple[int, ...]:
+        """The ids of the prompt: at least one, and few enough to leave room for one more. With `embeds` they are only
+        places."""
+        ids, field = ((0,) * len(embeds), "prompt_embeds") if embeds is not None else self._ids(job)
         if not ids:
             raise InvalidRequest(f"the {field} is empty; it must give at least one token", field=field)
         strange = [one for one in ids if not 0 <= one < self._vocabulary]
@@ -57,11 +92,7 @@ class PromptReader:
     def _ids(self, job: Job) -> tuple[tuple[int, ...], str]:
         if "tokens" in job.payloads:
             tensors = job.payloads["tokens"].tensors
-            if "tokens" not in tensors:
-                raise InvalidRequest(
-                    f"the tokens payload holds {sorted(tensors)}, not a tensor 'tokens'", field="tokens"
-                )
-            return _tensor_ids(tensors["tokens"]), "tokens"
+            return _tensor_ids(tensors.get("tokens") or _refuse_payload(tensors, "tokens")), "tokens"
         given = job.inputs.get("tokens")
         if isinstance(given, Tokens):
             return given.ids, "tokens"
@@ -83,7 +114,7 @@ class PromptReader:
             return ()
         text = self._spec.template.replace("{prompt}", text)
         system = self._spec.system
-        if self._tokenizer.chat_template is None:
+        if self._tokenizer.chat_template is None or not self._spec.chat:
             return self._encode(f"{system}\n\n{text}" if system else text, special=True)
         messages = [{"role": "user", "content": text}]
         if system:
@@ -110,6 +141,10 @@ class PromptReader:
     def _encode(self, text: str, *, special: bool) -> tuple[int, ...]:
         """A chat template writes its own special tokens; plain text gets those that the tokenizer adds."""
         return tuple(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def _refuse_payload(tensors: Mapping[str, WireTensor], name: str) -> WireTensor:
+    raise InvalidRequest(f"the {name} payload holds {sorted(tensors)}, not a tensor {name!r}", field=name)
 
 
 def _tensor_ids(tensor: WireTensor) -> tuple[int, ...]:

@@ -15,8 +15,9 @@ together. Measured with SmolLM2-135M in float32 on one core, CPU seconds: 8 prom
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -32,17 +33,43 @@ from stages.ar.scheduler import Chunk, Track
 @dataclass(frozen=True, slots=True)
 class Output:
     """`logits`: (S, V), one row for each chunk that is the `last` of its track, in the plan's order, in the model's dtype.
-    `hidden`: last-layer states of each chunk's tokens, (1, count, D), if they were asked for."""
+    `hidden`: states of each chunk's tokens, (1, count, D), those of several layers side by side, if they were asked for.
+    `scores`: logits after every token of the chunks that were to be scored, (count, V), by the chunk's number."""
 
     logits: torch.Tensor
     hidden: tuple[torch.Tensor, ...] = ()
+    scores: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a forward is to give beyond the logits of last tokens. `hidden`: which of transformers' `hidden_states`;
+    `scored`: numbers of the chunks whose every token's logits are wanted."""
+
+    hidden: tuple[int, ...] = ()
+    scored: frozenset[int] = frozenset()
+
+
+LOGITS_ONLY: Final = Wish()
+
+
+def joined(outputs: Sequence[Output], wish: Wish) -> Output:
+    """Of forwards of one chunk each, as if they had been one. `wish` is that of all together."""
+    none = outputs[0].logits[:0]  # stands for the states of a chunk whose sequence did not ask for them
+    states = tuple(output.hidden[0] if output.hidden else none for output in outputs) if wish.hidden else ()
+    scores = {number: output.scores[0] for number, output in enumerate(outputs) if 0 in output.scores}
+    return Output(torch.cat([output.logits for output in outputs]), states, scores)
 
 
 class Runner(Protocol):
     paged: bool
 
-    def run(self, chunks: Sequence[Chunk], *, hidden: bool = False) -> Output:
+    def run(self, chunks: Sequence[Chunk], wish: Wish = LOGITS_ONLY) -> Output:
         """Compute these chunks. May be done again with the same ones, if it raised."""
+        ...
+
+    def embed(self, track: Track, embeds: torch.Tensor) -> None:
+        """The track's first tokens are no tokens: these embeddings (T, D) stand for them. Until it is forgotten."""
         ...
 
     def keys_and_values(self, track: Track, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,16 +93,27 @@ class _Model:
         self._model = model
         self._attention = attention
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._headless = not model.can_generate()
 
     def __call__(self, rows: torch.Tensor, **inputs: Any) -> Any:
-        """Logits of `rows` only, (1, rows, V), and what else the model gives."""
+        """Logits of `rows` only, (1, rows, V), and what else the model gives. One without a head gives its states."""
         if self._model.config._attn_implementation != self._attention:
             self._model.set_attn_implementation(self._attention)
         if self._keeps:
             return self._model(**inputs, logits_to_keep=rows)
         out = self._model(**inputs)
-        out.logits = out.logits[:, rows]
+        whole = out.last_hidden_state if self._headless else out.logits
+        out.logits = whole[:, rows]
         return out
+
+    def embedded(self, ids: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The model's argument for `ids` (1, T), of which some are only places of given embeddings (t, D) from row on."""
+        if not places:
+            return {"input_ids": ids}
+        embeds = self._model.get_input_embeddings()(ids).clone()
+        for row, given in places:
+            embeds[0, row : row + len(given)] = given
+        return {"inputs_embeds": embeds}
 
 
 class PagedRunner:
@@ -92,28 +130,35 @@ class PagedRunner:
         self._page = layers[0].keys.shape[1]
         self._device = layers[0].keys.device
         self._tables = _Tables(seats, -(-context // self._page))
+        self._given = _Given()
 
-    def run(self, chunks: Sequence[Chunk], *, hidden: bool = False) -> Output:
+    def run(self, chunks: Sequence[Chunk], wish: Wish = LOGITS_ONLY) -> Output:
         batch, ids, positions = self._pack(chunks)
-        rows, row = [], -1
-        for chunk in chunks:
-            row += chunk.count
-            if chunk.last:
-                rows.append(row)
+        firsts = list(accumulate((chunk.count for chunk in chunks), initial=0))
+        lasts = [end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.last]
+        scored = [row for number in sorted(wish.scored) for row in range(firsts[number], firsts[number + 1])]
+        rows = [*lasts, *scored]
+        places = self._given.places(chunks, firsts)
         token = BATCH.set(_Forward(self._layers, self._backend, batch))
         try:
             with torch.inference_mode():
                 out = self._call(
                     torch.tensor(rows or [0], device=self._device),
-                    input_ids=ids,
+                    **self._call.embedded(ids, places),
                     position_ids=positions,
                     use_cache=False,
-                    output_hidden_states=hidden,
+                    output_hidden_states=bool(wish.hidden),
                 )
         finally:
             BATCH.reset(token)
-        states = out.hidden_states[-1].split([chunk.count for chunk in chunks], dim=1) if hidden else ()
-        return Output(out.logits[0, : len(rows)], tuple(states))
+        counts = [chunk.count for chunk in chunks]
+        states = _states(out, wish).split(counts, dim=1) if wish.hidden else ()
+        numbers = sorted(wish.scored)
+        parts = out.logits[0, len(lasts) : len(rows)].split([counts[number] for number in numbers]) if numbers else ()
+        return Output(out.logits[0, : len(lasts)], tuple(states), dict(zip(numbers, parts, strict=True)))
+
+    def embed(self, track: Track, embeds: torch.Tensor) -> None:
+        self._given.add(track, embeds)
 
     def keys_and_values(self, track: Track, layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         pages = torch.tensor(track.pages, device=self._device)
@@ -129,6 +174,7 @@ class PagedRunner:
 
     def forget(self, track: Track) -> None:
         self._tables.drop(track)
+        self._given.drop(track)
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Ids and positions, (1, T) each, and where everything goes."""
@@ -219,6 +265,36 @@ class _Tables:
                 self.drop(track)
 
 
+class _Given:
+    """Embeddings that stand for the first tokens of tracks."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, torch.Tensor] = {}
+
+    def add(self, track: Track, embeds: torch.Tensor) -> None:
+        self._of[id(track)] = embeds
+
+    def drop(self, track: Track) -> None:
+        self._of.pop(id(track), None)
+
+    def places(self, chunks: Sequence[Chunk], firsts: Sequence[int]) -> list[tuple[int, torch.Tensor]]:
+        """Rows of the packed tokens from which on embeddings stand, and these."""
+        if not self._of:
+            return []
+        found = [(first, self._of.get(id(chunk.track)), chunk) for first, chunk in zip(firsts, chunks, strict=False)]
+        return [
+            (first, given[chunk.start : chunk.end])
+            for first, given, chunk in found
+            if given is not None and chunk.start < len(given)
+        ]
+
+
+def _states(out: Any, wish: Wish) -> torch.Tensor:
+    """The wished layers' states side by side, (1, T, layers * D)."""
+    layers = [out.hidden_states[layer] for layer in wish.hidden]
+    return layers[0] if len(layers) == 1 else torch.cat(layers, dim=-1)
+
+
 class StockRunner:
     """One cache and one forward for each sequence."""
 
@@ -229,26 +305,32 @@ class StockRunner:
         self._model = model
         self._device = device
         self._caches: dict[int, Cache] = {}
+        self._given = _Given()
 
-    def run(self, chunks: Sequence[Chunk], *, hidden: bool = False) -> Output:
-        outs = [self._one(chunk, hidden=hidden) for chunk in chunks]
-        logits = [out.logits[0] for chunk, out in zip(chunks, outs, strict=True) if chunk.last]
-        states = tuple(out.hidden_states[-1] for out in outs) if hidden else ()
-        return Output(torch.cat(logits) if logits else outs[0].logits[0, :0], states)
+    def run(self, chunks: Sequence[Chunk], wish: Wish = LOGITS_ONLY) -> Output:
+        outs = [self._one(chunk, wish, scored=number in wish.scored) for number, chunk in enumerate(chunks)]
+        logits = [out.logits[0, -1:] for chunk, out in zip(chunks, outs, strict=True) if chunk.last]
+        states = tuple(_states(out, wish) for out in outs) if wish.hidden else ()
+        scores = {number: outs[number].logits[0] for number in wish.scored}
+        return Output(torch.cat(logits) if logits else outs[0].logits[0, :0], states, scores)
 
-    def _one(self, chunk: Chunk, *, hidden: bool) -> Any:
+    def embed(self, track: Track, embeds: torch.Tensor) -> None:
+        self._given.add(track, embeds)
+
+    def _one(self, chunk: Chunk, wish: Wish, *, scored: bool) -> Any:
         key = id(chunk.track)
         if chunk.start == 0:
             self._caches[key] = DynamicCache(config=self._model.config)
         cache = self._caches[key]
-        ids = chunk.track.tokens[chunk.start : chunk.end]
+        ids = torch.tensor([chunk.track.tokens[chunk.start : chunk.end]], dtype=torch.int64, device=self._device)
+        rows = range(chunk.count) if scored else [chunk.count - 1]
         with torch.inference_mode():
             out = self._call(
-                torch.tensor([chunk.count - 1], device=self._device),
-                input_ids=torch.tensor([ids], dtype=torch.int64, device=self._device),
+                torch.tensor(rows, device=self._device),
+                **self._call.embedded(ids, self._given.places([chunk], [0])),
                 cache=cache,
                 use_cache=True,
-                output_hidden_states=hidden,
+                output_hidden_states=bool(wish.hidden),
             )
         if cache.get_seq_length() != chunk.end:
             raise StageFailed(f"{type(self._model).__name__} does not use a key-value cache; the AR engine needs one")
@@ -272,3 +354,4 @@ class StockRunner:
 
     def forget(self, track: Track) -> None:
         self._caches.pop(id(track), None)
+        self._given.drop(track)

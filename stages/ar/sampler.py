@@ -243,10 +243,21 @@ def _logprobs(
     rows = [row for row, one in enumerate(pickers) if one.rule.logprobs is not None and picked[row] is not None]
     if not rows:
         return tuple(found)
-    logs = _rows(logits, rows).float().log_softmax(-1)
-    values, tokens = top(logs, max(1, *(pickers[row].rule.logprobs or 0 for row in rows)))
-    for i, row in enumerate(rows):
-        number = pickers[row].rule.logprobs or 0
-        pairs = tuple(zip(tokens[i, :number].tolist(), values[i, :number].tolist(), strict=True))
-        found[row] = Logprobs(float(logs[i, picked[row]]), pairs)
+    numbers = [pickers[row].rule.logprobs or 0 for row in rows]
+    chosen = [token for row in rows if (token := picked[row]) is not None]
+    for row, one in zip(rows, chances(_rows(logits, rows), chosen, numbers), strict=True):
+        found[row] = one
     return tuple(found)
+
+
+def chances(logits: torch.Tensor, tokens: Sequence[int], numbers: Sequence[int]) -> list[Logprobs]:
+    """Of one token a row, and of the `numbers[i]` likeliest ones. `logits`: (S, V), any float dtype."""
+    logs = logits.float().log_softmax(-1)
+    values, likeliest = top(logs, max(1, *numbers)) if numbers else (logs, logs)
+    return [
+        Logprobs(
+            float(logs[row, token]),
+            tuple(zip(likeliest[row, :number].tolist(), values[row, :number].tolist(), strict=True)),
+        )
+        for row, (token, number) in enumerate(zip(tokens, numbers, strict=True))
+    ]

@@ -35,6 +35,7 @@ class SamplingRule:
     ends: frozenset[int] = frozenset()
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
 
     @property
@@ -77,6 +78,7 @@ def decide(
         ends=(frozenset() if params.ignore_eos else eos) | frozenset(params.stop_token_ids or ()),
         min_tokens=params.min_tokens or 0,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
         seed=params.seed,
     )
 
@@ -115,6 +117,7 @@ class Picker:
     prompt: int
     generator: torch.Generator
     matcher: Matcher | None = None
+    unknown: int = 0  # of the first tokens, those that are only places of embeddings
     tally: Tally | None = None  # kept by `stages.ar.penalties`
 
     @property
@@ -122,11 +125,11 @@ class Picker:
         return len(self.tokens) - self.prompt
 
 
-def picker(rule: SamplingRule, tokens: list[int], matcher: Matcher | None = None) -> Picker:
+def picker(rule: SamplingRule, tokens: list[int], matcher: Matcher | None = None, *, unknown: int = 0) -> Picker:
     """For a request with this prompt. Its random numbers come from the CPU: one for each token, whatever the device."""
     generator = torch.Generator()
     if rule.seed is None:
         generator.seed()
     else:
         generator.manual_seed(rule.seed)
-    return Picker(rule, tokens, len(tokens), generator, matcher)
+    return Picker(rule, tokens, len(tokens), generator, matcher, unknown)

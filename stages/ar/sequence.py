@@ -13,7 +13,7 @@ from stages.ar.scheduler import Track
 from stages.engine import Job
 
 PREFILL_OUTPUTS = frozenset({"hidden", "kv"})
-"""Outputs that are there as soon as the prompt has been read."""
+"""Outputs that can be there as soon as the prompt has been read."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,8 @@ class Clocks:
 
 @dataclass(slots=True, kw_only=True)
 class Sequence:
-    """`track.tokens` is the prompt, `prompt` tokens long, and then the answer."""
+    """`track.tokens` is the prompt, `prompt` tokens long, and then the answer. `prefill_only`: nothing is asked for that
+    needs a generated token. `embeds` (T, D) stand for the prompt's tokens, if it is given as such."""
 
     job: Job
     prompt: int
@@ -45,6 +46,13 @@ class Sequence:
     track: Track
     picker: Picker
     detokenizer: Detokenizer
+    prefill_only: bool = False
+    embeds: torch.Tensor | None = None
+    choice: int = 0  # which of several answers to the prompt it is
+    family: "Family | None" = None  # of several answers
+    kv_due: int | None = None  # `kv` goes when so many tokens are computed
+    kv_given: bool = False
+    scores: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's tokens but the first
     hidden: list[torch.Tensor] = field(default_factory=list)  # of the prompt's chunks so far, (1, count, D)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     told: int = 0  # of `logprobs`, sent with a delta
@@ -57,11 +65,6 @@ class Sequence:
     def wanted(self) -> frozenset[str]:
         """Every output that the job asks for."""
         return frozenset(self.job.emit) | frozenset(self.job.publish)
-
-    @property
-    def prefill_only(self) -> bool:
-        """Nothing is asked for that needs a generated token."""
-        return self.wanted <= PREFILL_OUTPUTS
 
     @property
     def answer(self) -> tuple[int, ...]:
@@ -85,7 +88,26 @@ class Sequence:
             delta += self.detokenizer.finish()
         return delta
 
+    def ended(self) -> "list[Sequence]":
+        """It has ended: all answers of its request, by choice, if it was the last of them; else none."""
+        if self.family is None:
+            return [self]
+        self.family.done[self.choice] = self
+        return [self.family.done[choice] for choice in range(self.family.of)] if self.family.whole else []
+
     @property
     def usage(self) -> Usage:
         """Generated tokens include an end-of-sequence token and those of a stop string, as in vLLM."""
         return Usage(prompt_tokens=self.prompt, completion_tokens=len(self.track.tokens) - self.prompt)
+
+
+@dataclass(slots=True)
+class Family:
+    """Several answers to one prompt. `of` are due; `done` are those that have ended, by their choice."""
+
+    of: int
+    done: dict[int, Sequence] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        return len(self.done) == self.of

@@ -6,17 +6,18 @@ Everything that is wrong is a `StartError` that names the stage and the setting 
 import logging
 from dataclasses import dataclass
 
-from proto.deploy import OUTPUTS, ArStage
+from proto.deploy import OUTPUTS, ArStage, ArTask, KvAt
 from proto.errors import OmniError, StartError
 from proto.ids import RequestId, StageName
 from proto.messages import StageInfo
-from stages.ar.exports import kv_payload
+from stages.ar.exports import Exports, kv_payload
 from stages.ar.intake import Intake
 from stages.ar.loading import LoadedModel, load_model
 from stages.ar.packing import pack
 from stages.ar.pool import Engine, build
-from stages.ar.runner import Runner
+from stages.ar.runner import Runner, Wish
 from stages.ar.scheduler import Chunk, Scheduler, Track
+from stages.ar.sequence import PREFILL_OUTPUTS
 from stages.demo.models import resolve_model
 from stages.engine import LoadContext
 
@@ -25,14 +26,14 @@ log = logging.getLogger("omni.stage")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A loaded AR stage. `kv_layers` are the layers that its `kv` holds."""
+    """A loaded AR stage."""
 
     stage: StageName
     intake: Intake
     scheduler: Scheduler
     runner: Runner
     info: StageInfo
-    kv_layers: tuple[int, ...]
+    exports: Exports
 
 
 def start(context: LoadContext) -> Parts:
@@ -42,13 +43,15 @@ def start(context: LoadContext) -> Parts:
     context.report("trying the model", None)
     engine = _built(loaded, spec, context)
     kv_layers = _kv_layers(engine.runner, loaded, spec, context)
-    outputs = tuple(name for name in OUTPUTS["ar"] if name != "kv" or kv_layers)
+    hidden_layers = _hidden_layers(engine.runner, loaded, spec, context)
+    given = PREFILL_OUTPUTS if spec.engine.task is ArTask.ENCODE else tuple(OUTPUTS["ar"])
+    outputs = tuple(name for name in OUTPUTS["ar"] if name in given and (name != "kv" or kv_layers))
     info = StageInfo(
         model=type(loaded.model).__name__,
         parameters=loaded.model.num_parameters(),
         dtype=loaded.dtype,
         device=str(loaded.device),
-        inputs=("prompt", "tokens"),
+        inputs=("prompt", "tokens", "prompt_embeds"),
         outputs=outputs,
         params=tuple(name for name in spec.defaults.__struct_fields__ if name != "extra"),
         context_length=loaded.context,
@@ -58,10 +61,10 @@ def start(context: LoadContext) -> Parts:
         intake=Intake(
             context.stage, spec, loaded, outputs, pool=engine.scheduler.blocks.usable * engine.scheduler.blocks.size
         ),
+        exports=Exports(engine.runner, spec.engine, kv_layers, hidden_layers, _kv_token(loaded, spec, context)),
         scheduler=engine.scheduler,
         runner=engine.runner,
         info=info,
-        kv_layers=kv_layers,
     )
 
 
@@ -144,6 +147,41 @@ def _kv_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: Load
     finally:
         runner.forget(track)
     return layers
+
+
+def _hidden_layers(runner: Runner, loaded: LoadedModel, spec: ArStage, context: LoadContext) -> tuple[int, ...]:
+    """What `hidden` holds: checked by asking the model for it."""
+    wanted = spec.engine.hidden_layers or (-1,)
+    for layer in wanted:
+        if not -loaded.layers - 1 <= layer <= loaded.layers:
+            problem = (
+                f"engine.hidden_layers names {layer}; the model has states 0 to {loaded.layers}, or -1 for the last"
+            )
+            raise _error(context, "engine.hidden_layers", problem)
+    if spec.engine.hidden_layers is None and "hidden" not in context.publishes:
+        return wanted
+    track = Track(RequestId("trial"), [0], longest=1, pages=[1])
+    try:
+        runner.run([Chunk(track, 0, 1, last=True)], Wish(hidden=wanted))
+    except Exception as error:  # the fault boundary of the load: a model may raise anything
+        raise _error(context, "engine.hidden_layers", f"the model does not give these states: {error}") from error
+    finally:
+        runner.forget(track)
+    return wanted
+
+
+def _kv_token(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> int | None:
+    """The id of `engine.kv_token`."""
+    text = spec.engine.kv_token
+    if spec.engine.kv_at is not KvAt.TOKEN or text is None:
+        return None
+    ids = loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        problem = (
+            f"engine.kv_token {text!r} is {len(ids)} tokens of this tokenizer; name one token, such as a special one"
+        )
+        raise _error(context, "engine.kv_token", problem)
+    return int(ids[0])
 
 
 def _error(context: LoadContext, field: str, problem: str) -> StartError:

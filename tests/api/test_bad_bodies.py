@@ -32,7 +32,7 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
         {"model": "demo", "messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
         "messages[0].tool_calls",
     ),
-    "n 2": BadBody({"model": "demo", "messages": HELLO, "n": 2}, "n"),
+    "n 129": BadBody({"model": "demo", "messages": HELLO, "n": 129}, "n"),
     "n true": BadBody({"model": "demo", "messages": HELLO, "n": True}, "n"),
     "temperature 3": BadBody({"model": "demo", "messages": HELLO, "temperature": 3}, "temperature"),
     "temperature in words": BadBody({"model": "demo", "messages": HELLO, "temperature": "hot"}, "temperature"),

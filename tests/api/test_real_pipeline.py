@@ -59,6 +59,28 @@ def real(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield served
 
 
+def test_several_answers_are_as_many_choices_streamed_and_not(real: Served) -> None:
+    with client(real.url) as ai:
+        hello = {"model": "test/thinker", "messages": [{"role": "user", "content": "hello"}]}
+        answer = ai.chat.completions.create(**hello, n=3, extra_body={"prompt_logprobs": 0})
+        one = ai.chat.completions.create(**hello)
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        assert {choice.message.content for choice in answer.choices} == {one.choices[0].message.content}
+        assert answer.usage is not None
+        assert one.usage is not None
+        assert answer.usage.prompt_tokens == one.usage.prompt_tokens
+        assert answer.usage.completion_tokens == 3 * one.usage.completion_tokens
+        assert answer.prompt_logprobs is not None  # type: ignore[attr-defined]
+        assert len(answer.prompt_logprobs["content"]) == one.usage.prompt_tokens - 1  # type: ignore[attr-defined]
+        texts, ends = ["", "", ""], [0, 0, 0]
+        for chunk in ai.chat.completions.create(**hello, n=3, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                ends[choice.index] += choice.finish_reason == "stop"
+        assert texts == [one.choices[0].message.content] * 3
+        assert ends == [1, 1, 1]
+
+
 def draw(url: str, **settings: object) -> bytes:
     """The pixels of one picture."""
     with client(url) as ai:

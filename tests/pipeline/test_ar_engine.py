@@ -503,6 +503,7 @@ def test_kv_and_hidden_equal_transformers_and_nothing_is_generated_for_them(engi
         "tokens": length,
         "dtype": "float32",
         "position_offset": 0,
+        "prompt": length,
         "prefill": True,
     }
     end = finished(events)

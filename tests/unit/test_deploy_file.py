@@ -786,3 +786,26 @@ def test_reading_a_deploy_imports_no_model_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("engine", "problem"),
+    [
+        ("{kv_at: token}", "engine.kv_token: missing; `kv_at: token` needs the token"),
+        ("{kv_token: x}", "engine.kv_token: means nothing without `kv_at: token`"),
+        ("{hidden_skip: 3, hidden_tokens: last}", "engine.hidden_skip: means nothing with `hidden_tokens: last`"),
+        ("{task: encode}", "output: with `task: encode` the stage writes no text"),
+        ("{task: encode, kv_at: end}", "engine.kv_at: with `task: encode` there is only the prefill"),
+        ("{hidden_layers: []}", "hidden_layers"),
+        ("{task: embed}", "task"),
+    ],
+)
+def test_what_an_ar_stage_gives_is_checked_before_anything_starts(tmp_path: Path, engine: str, problem: str) -> None:
+    assert any(problem in line for line in refused(tmp_path, thinker(f"engine: {engine}")))
+
+
+def test_text_of_a_stage_that_only_encodes_is_refused_with_what_it_gives(tmp_path: Path) -> None:
+    text = GOOD.replace("    output: text\n", "    engine: {task: encode}\n")
+    (problem,) = refused(tmp_path, text)
+    assert "inputs.prompt: stage thinker has `task: encode`, so it gives no text; take hidden or kv of it" in problem
+    assert load(tmp_path, text.replace("prompt: thinker.text", "prompt_embeds: thinker.hidden"))
