@@ -4,6 +4,7 @@ The links between stages are checked in `omni.graph_checks`. Only `_model_findin
 """
 
 import ipaddress
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
         yield from _device_findings(stage, path)
         yield from _kind_findings(stage, path)
         yield from _model_findings(stage, path, check_paths)
+        yield from _lora_findings(stage, path, check_paths)
     yield from _encoder_findings(deploy)
 
 
@@ -188,6 +190,18 @@ def _model_findings(stage: StageSpec, path: str, check_paths: bool) -> Iterator[
             yield from _disk_findings(Path(model), where, stage)
         except OSError as error:
             yield Finding(where, f"{model[:200]!r} cannot be read: {error.strerror or error}")
+
+
+def _lora_findings(stage: StageSpec, path: str, check_paths: bool) -> Iterator[Finding]:
+    """Adapters must be there, where the stage runs on this machine."""
+    if stage.engine.use != "builtin" or not (check_paths and stage.local_replicas):
+        return
+    for name, lora in stage.engine.loras.items():
+        where = f"{path}.engine.loras.{name}.path"
+        if not os.path.exists(lora.path):
+            yield Finding(where, f"{lora.path[:200]!r} does not exist")
+        elif lora.weight_name is not None and not os.path.isfile(os.path.join(lora.path, lora.weight_name)):
+            yield Finding(f"{path}.engine.loras.{name}.weight_name", f"{lora.path[:200]!r} has no such file")
 
 
 def _disk_findings(model: Path, where: str, stage: StageSpec) -> Iterator[Finding]:

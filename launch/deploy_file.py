@@ -112,16 +112,27 @@ def _text(path: Path, label: str) -> str:
 
 
 def _with_model_paths(deploy: Deploy, origins: Mapping[str, Origin], folder: Path) -> Deploy:
-    """Relative model paths are meant from the YAML's folder, those of `--set` from the current one."""
+    """Relative paths of models and adapters are meant from the YAML's folder, those of `--set` from the current one."""
+
+    def full(path: str, key: str) -> str:
+        origin = origins.get(key)
+        base = Path.cwd() if origin is not None and origin.layer is Layer.SET else folder
+        return os.path.abspath(base / expanded(path))
 
     def absolute(name: StageName, stage: StageSpec) -> StageSpec:
         path = stage.model.path
-        if path is None or "://" in path or stage.engine.use != "builtin":
+        if stage.engine.use != "builtin":
             return stage
-        origin = origins.get(f"stages.{name}.model.path")
-        base = Path.cwd() if origin is not None and origin.layer is Layer.SET else folder
-        full = os.path.abspath(base / expanded(path))
-        return msgspec.structs.replace(stage, model=msgspec.structs.replace(stage.model, path=full))
+        loras = {
+            one: msgspec.structs.replace(lora, path=full(lora.path, f"stages.{name}.engine.loras.{one}.path"))
+            for one, lora in stage.engine.loras.items()
+        }
+        if loras:
+            stage = msgspec.structs.replace(stage, engine=msgspec.structs.replace(stage.engine, loras=loras))
+        if path is None or "://" in path:
+            return stage
+        path = full(path, f"stages.{name}.model.path")
+        return msgspec.structs.replace(stage, model=msgspec.structs.replace(stage.model, path=path))
 
     return msgspec.structs.replace(deploy, stages={name: absolute(name, one) for name, one in deploy.stages.items()})
 

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
         VideoOutput,
     )
     from omni.request import GenerateRequest
+    from omni.stream import CallFailed
     from proto.errors import OmniError
 
 __all__ = [
     "AsyncOmni",
     "AudioOutput",
+    "CallFailed",
     "GenerateRequest",
     "ImageOutput",
     "Omni",
@@ -44,6 +46,7 @@ __all__ = [
 
 _HOME: Final = {
     "AsyncOmni": "omni.async_omni",
+    "CallFailed": "omni.stream",
     "GenerateRequest": "omni.request",
     "Omni": "omni.blocking",
     "OmniError": "proto.errors",

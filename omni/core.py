@@ -7,11 +7,13 @@ correlate RPC. Whoever leaves is reported to all of them, in one place (`_left`)
 import random
 from collections.abc import Callable
 
+from omni.adapters import Adapters
 from omni.balancer import make_balancer
 from omni.calls import Calls
 from omni.events import (
     Action,
     CallAsked,
+    CallDone,
     Cancelled,
     ChildExited,
     ControlReceived,
@@ -44,6 +46,7 @@ from proto.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    InfoChanged,
     Leaving,
     LoadFailed,
     LoadProgress,
@@ -80,12 +83,17 @@ class MasterCore:
         )
         self.leases = Leases(self.members)
         balancers = {StageName(n): make_balancer(s.balance, rng) for n, s in deploy.stages.items()}
-        self.orchestrator = Orchestrator(self.members, self.leases, deploy.limits, Placement(self.members, balancers))
         self.calls = Calls()
+        self.adapters = Adapters()
+        placement = Placement(self.members, balancers)
+        self.orchestrator = Orchestrator(self.members, self.leases, deploy.limits, placement, self.adapters)
         self.junk = 0
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Everything that happens to the master comes through here. `now` is monotonic, in seconds."""
+        return self._close_calls(self._handle(event, now))
+
+    def _handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, DataReceived):
             return self._data(event, now)
         if isinstance(event, ControlReceived):
@@ -106,10 +114,28 @@ class MasterCore:
         if isinstance(event, ChildExited):
             return self._child_exited(event, now)
         if isinstance(event, CallAsked):
-            ready = self.members.ready(event.stage) if event.stage in self.deploy.stages else []
-            asked = [r for r in ready if event.replicas is None or r.index in event.replicas]
-            return self.calls.ask(event, asked, now)
+            return self._ask(event, now)
         return self._stop(event, now)
+
+    def _ask(self, event: CallAsked, now: float) -> list[Action]:
+        ready = self.members.answering(event.stage) if event.stage in self.deploy.stages else []
+        asked = [r for r in ready if event.replicas is None or r.index in event.replicas]
+        self.adapters.asked(event)
+        return self.calls.ask(event, asked, now)
+
+    def _close_calls(self, actions: list[Action]) -> list[Action]:
+        """Calls that are over are remembered where that matters; the answers to the master's own calls end here."""
+        left: list[Action] = []
+        for action in actions:
+            if isinstance(action, CallDone):
+                self.adapters.done(action.call, succeeded=bool(action.values))
+                if action.call < 0:
+                    left += [
+                        MembershipChanged(f"an adapter could not be given to it: {e}") for e in action.errors.values()
+                    ]
+                    continue
+            left.append(action)
+        return left
 
     def deadline(self) -> float | None:
         """When a `Tick` is due, if nothing happens before."""
@@ -136,7 +162,15 @@ class MasterCore:
         if isinstance(message, LoadProgress):
             return self.members.loading(replica, message, now)
         if isinstance(message, Ready):
-            return [*self.members.is_ready(replica, message, now), *self.orchestrator.dispatch(replica.stage)]
+            actions = self.members.is_ready(replica, message, now)
+            for call in self.adapters.for_joiner(replica):
+                actions += self.calls.ask(call, [replica], now)
+            return [*actions, *self.orchestrator.dispatch(replica.stage)]
+        if isinstance(message, InfoChanged):
+            return [
+                *self.members.info_changed(replica, message),
+                *self.orchestrator.offering_changed(replica.stage, now),
+            ]
         if isinstance(message, LoadFailed):
             # The worker waits for this answer before it exits, so its reason is known before its exit is seen.
             answer = SendControl(peer, Shutdown(reason="the stage could not load"))

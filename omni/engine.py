@@ -36,7 +36,7 @@ from omni.running import RunningRequest
 from omni.shell import Endpoints, MasterShell, News
 from omni.snapshot import pipeline_status
 from omni.status import PipelineStatus
-from omni.stream import RequestStream, failure
+from omni.stream import CallFailed, RequestStream
 from omni.update_planning import Refused, plan_update
 from omni.updates import OVER
 from omni.waits import to_its_end
@@ -220,7 +220,7 @@ class AsyncOmniEngine:
         finally:
             del self._calls[call]
         if done.errors:
-            raise failure(done.errors, stage, method)
+            raise CallFailed(done, stage, method)
         return done.values
 
     async def status(self) -> PipelineStatus:

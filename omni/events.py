@@ -188,6 +188,7 @@ class CallDone:
     call: CallId
     values: Mapping[int, Json] = field(default_factory=dict)
     errors: Mapping[int, str] = field(default_factory=dict)
+    infos: Mapping[int, ErrorInfo] = field(default_factory=dict)  # of those errors that have a code
 
 
 @dataclass(frozen=True, slots=True)

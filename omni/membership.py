@@ -24,6 +24,7 @@ from proto.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    InfoChanged,
     Leaving,
     LoadFailed,
     LoadProgress,
@@ -65,6 +66,11 @@ class Replica:
     info: StageInfo | None = None
     beat: Heartbeat | None = None
     in_flight: int = 0
+
+    @property
+    def asleep(self) -> bool:
+        """It answers calls, and takes no requests until it is woken."""
+        return self.info is not None and self.info.asleep
 
     @property
     def label(self) -> str:
@@ -121,11 +127,27 @@ class Membership:
 
     def ready(self, stage: StageName) -> list[Replica]:
         """Replicas that get new work, in ascending order of number."""
+        return [r for r in self.answering(stage) if not r.asleep]
+
+    def answering(self, stage: StageName) -> list[Replica]:
+        """Replicas that answer calls, asleep or not, in ascending order of number."""
         return [r for _, r in sorted(self.slots[stage].items()) if r.state is ReplicaState.READY and r.data is not None]
 
     def hopeful(self, stage: StageName) -> bool:
         """Whether work that waits for this stage may still be served: some replica is ready, or silent but not given up."""
-        return any(r.state in (ReplicaState.READY, ReplicaState.SUSPECT) for r in self.slots[stage].values())
+        return bool(self._alive(stage))
+
+    def asleep(self, stage: StageName) -> bool:
+        """Whether the stage serves nothing because what it has of replicas sleeps."""
+        return not self.hopeful(stage) and any(r.asleep for r in self.slots[stage].values())
+
+    def loras(self, stage: StageName) -> set[str]:
+        """Adapters of which some replica that may serve work has the weights."""
+        return {name for r in self._alive(stage) if r.info is not None for name in r.info.loras}
+
+    def _alive(self, stage: StageName) -> list[Replica]:
+        states = (ReplicaState.READY, ReplicaState.SUSPECT)
+        return [r for r in self.slots[stage].values() if r.state in states and not r.asleep]
 
     def info(self, stage: StageName) -> StageInfo | None:
         return next((r.info for _, r in sorted(self.slots[stage].items()) if r.info is not None), None)
@@ -262,6 +284,17 @@ class Membership:
         size = f", {info.parameters / 1e6:,.1f} M parameters" if info.parameters else ""
         model = f" ({info.model}, {info.dtype} on {info.device}{size})" if info.model else ""
         return [MembershipChanged(f"stage {replica.label} {replica.note}{model}")]
+
+    def info_changed(self, replica: Replica, message: InfoChanged) -> list[Action]:
+        """After a call: what it offers now."""
+        before, replica.info = replica.info, message.info
+        changes = []
+        if before is None or before.asleep != message.info.asleep:
+            changes.append("is asleep" if message.info.asleep else "is awake")
+        had, has = set(before.loras if before is not None else ()), set(message.info.loras)
+        changes += [f"has adapter {name}" for name in sorted(has - had)]
+        changes += [f"has no adapter {name} any more" for name in sorted(had - has)]
+        return [MembershipChanged(f"stage {replica.label} {', '.join(changes) or 'offers what it did'}")]
 
     def heartbeat(self, replica: Replica, beat: Heartbeat, now: float) -> list[Action]:
         replica.last_seen = now

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from omni import updates
+from omni.adapters import Adapters
 from omni.events import (
     Action,
     Completed,
@@ -54,6 +55,7 @@ from proto.messages import (
     Updated,
     Value,
 )
+from proto.suggest import hint
 from proto.tensors import WireTensor
 
 MAX_ATTEMPTS: Final = 2
@@ -61,11 +63,14 @@ RETRY_AFTER_S: Final = 2.0
 
 
 class Orchestrator:
-    def __init__(self, members: Membership, leases: Leases, limits: LimitsSpec, placement: Placement) -> None:
+    def __init__(
+        self, members: Membership, leases: Leases, limits: LimitsSpec, placement: Placement, adapters: Adapters
+    ) -> None:
         self._members = members
         self._leases = leases
         self._limits = limits
         self._placement = placement
+        self._adapters = adapters
         self.queued: OrderedDict[RequestId, Request] = OrderedDict()
         self.running: dict[RequestId, Request] = {}
         self.waiting: dict[StageName, deque[Request]] = {stage: deque() for stage in members.slots}
@@ -95,9 +100,10 @@ class Orchestrator:
     def _refusal(self, plan: RequestPlan) -> ErrorInfo | None:
         if self._members.stopping:
             return ErrorInfo(ErrorCode.SHUTTING_DOWN, "the master is shutting down")
-        gone = next((stage for stage in plan.stages if not self._members.hopeful(stage)), None)
-        if gone is not None:
-            return _unavailable(gone)
+        for task in plan.tasks:
+            problem = self._unservable(task.key.stage, task.params.lora or None)
+            if problem is not None:
+                return problem
         if len(self.running) >= self._limits.max_requests and len(self.queued) >= self._limits.max_queued:
             return ErrorInfo(
                 ErrorCode.QUEUE_FULL,
@@ -106,6 +112,21 @@ class Orchestrator:
                 retry_after_s=RETRY_AFTER_S,
             )
         return None
+
+    def _unservable(self, stage: StageName, lora: str | None) -> ErrorInfo | None:
+        """Why no replica of the stage will ever take such a request, as things are; None if one may."""
+        if not self._members.hopeful(stage):
+            if self._members.asleep(stage):
+                text = f"stage {stage} is asleep; wake it with the call `wake`"
+                return ErrorInfo(ErrorCode.STAGE_UNAVAILABLE, text, stage, retry_after_s=RETRY_AFTER_S)
+            return _unavailable(stage)
+        if lora is None or lora in (known := self._members.loras(stage)):
+            return None
+        if self._adapters.wanted(stage, lora):
+            text = f"stage {stage} is loading the adapter {lora!r} again; try again later"
+            return ErrorInfo(ErrorCode.STAGE_UNAVAILABLE, text, stage, "lora", RETRY_AFTER_S)
+        text = f"stage {stage} has no adapter {lora!r}; {hint(lora, sorted(known), 'loaded adapters')}"
+        return ErrorInfo(ErrorCode.UNKNOWN_MODEL, text, stage, "lora")
 
     def cancel(self, request_id: RequestId, now: float) -> list[Action]:
         request = self._find(request_id)
@@ -143,27 +164,44 @@ class Orchestrator:
         siblings = request.siblings(stage)
         if not all(task.state is TaskState.WAITING and task.complete for task in siblings):
             return []
-        if not self._members.hopeful(stage):
-            return self._fail(request, _unavailable(stage), now)
+        problem = self._unservable(stage, request.lora(stage))
+        if problem is not None:
+            return self._fail(request, problem, now)
         for task in siblings:
             task.state = TaskState.READY
         self.waiting[stage].append(request)
         return self.dispatch(stage)
 
     def dispatch(self, stage: StageName) -> list[Action]:
-        """Send waiting work to replicas with room, oldest first. A request's siblings go together or not at all."""
+        """Send waiting work to replicas with room, oldest first. A request's siblings go together or not at all. One that
+        waits for a replica with its adapter lets others pass, but not to those replicas."""
         actions: list[Action] = []
         queue = self.waiting[stage]
-        while queue:
-            request = queue[0]
+        at, held = 0, list[Replica]()
+        while at < len(queue):
+            request = queue[at]
             siblings = request.siblings(stage)
-            replica = self._placement.choose(stage, len(siblings), request.plan.affinity)
-            if replica is None:
+            lora = request.lora(stage)
+            replica = self._placement.choose(stage, len(siblings), request.plan.affinity, lora, held)
+            if replica is not None:
+                del queue[at]
+                for task in siblings:
+                    actions += [self._send(request, task, replica), *updates.resend(request, task)]
+            elif lora is None:
                 break
-            queue.popleft()
-            for task in siblings:
-                actions += [self._send(request, task, replica), *updates.resend(request, task)]
+            else:
+                held += self._placement.with_lora(stage, lora)
+                at += 1
         return actions
+
+    def offering_changed(self, stage: StageName, now: float) -> list[Action]:
+        """A replica fell asleep or woke, or has other adapters: what waits can be served, or never will be."""
+        actions: list[Action] = []
+        for request in list(self.waiting[stage]):
+            problem = self._unservable(stage, request.lora(stage))
+            if problem is not None and request in self.waiting[stage]:
+                actions += self._fail(request, problem, now)
+        return [*actions, *self.dispatch(stage)]
 
     def _send(self, request: Request, task: Task, replica: Replica) -> Action:
         task.state = TaskState.SENT
@@ -349,16 +387,14 @@ class Orchestrator:
                 text = f"stage {replica.label} went away while it ran this request: {reason}"
                 error = ErrorInfo(ErrorCode.REPLICA_LOST, text, replica.stage, retry_after_s=RETRY_AFTER_S)
                 actions += self._fail(request, error, now)
-        if not self._members.hopeful(replica.stage):
-            for request in list(self.waiting[replica.stage]):
-                actions += self._fail(request, _unavailable(replica.stage), now)
         replica.in_flight = 0
-        return [*actions, *self.dispatch(replica.stage)]
+        return [*actions, *self.offering_changed(replica.stage, now)]
 
     def _can_retry(self, request: Request, stage: StageName, lost: Sequence[Task]) -> bool:
         return (
             len(lost) == len(request.siblings(stage))
             and bool(self._members.ready(stage))
+            and self._unservable(stage, request.lora(stage)) is None
             and all(
                 not task.seen
                 and task.attempts < MAX_ATTEMPTS

@@ -42,5 +42,9 @@ class Pipeline(Protocol):
         replicas: Sequence[int] | None = None,
         timeout_s: float = 30.0,
     ) -> Mapping[int, Json]:
-        """RPC to all or some replicas of a stage; raises `StageFailed` naming those that failed or stayed silent."""
+        """RPC to all or some replicas of a stage (`proto.calls`), between two of their steps; the answers by replica.
+
+        A replica that does not come to it within `timeout_s` does not run it. Raises `omni.CallFailed` naming those that
+        failed, were late or stayed silent, with the answers of the others.
+        """
         ...

@@ -165,6 +165,10 @@ class Planner:
             raise InvalidRequest(
                 f"{field or 'params'}: {what}{value} (stage {stage})", stage=stage, field=field
             ) from None
+        if "lora_scale" in given and params.lora is None:
+            raise InvalidRequest(
+                "lora_scale has no effect without lora; name an adapter", stage=stage, field="lora_scale"
+            )
         if info is not None:
             self._check_against_info(stage, params, given, info)
         if isinstance(params, DiffusionParams) and (params.num_images or 1) > self.deploy.limits.max_images:

@@ -3,7 +3,7 @@
 import math
 
 from omni.core import MasterCore
-from omni.membership import Replica
+from omni.membership import Replica, ReplicaState
 from omni.planning import COMPANION_ROLE
 from omni.status import EdgeStatus, PipelineStatus, ReplicaStatus, StageStatus
 from proto.deploy import kind_of
@@ -61,12 +61,13 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
     beat = replica.beat or _SILENT
     return ReplicaStatus(
         replica=replica.index,
-        state=replica.state.value,
+        state="asleep" if replica.asleep and replica.state is ReplicaState.READY else replica.state.value,
         epoch=replica.epoch,
         host=replica.host,
         pid=replica.pid,
         devices=replica.devices or ((replica.info.device,) if replica.info is not None and replica.info.device else ()),
         note=replica.note,
+        loras=replica.info.loras if replica.info is not None else (),
         in_flight=replica.in_flight,
         steps=beat.steps,
         queued=beat.queued,

@@ -8,7 +8,7 @@ from proto.messages import StageInfo
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     replica: int
-    state: str  # loading | ready | suspect | draining
+    state: str  # loading | ready | asleep | suspect | draining
     epoch: Epoch
     host: str
     pid: int
@@ -23,6 +23,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     lease_bytes: int
     rss_bytes: int
     silent_s: float  # since its last message
+    loras: tuple[str, ...] = ()  # adapters that it has
 
 
 class StageStatus(msgspec.Struct, frozen=True):

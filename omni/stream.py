@@ -6,14 +6,15 @@ stage is joined, and only the latest progress and preview of a stage are kept.
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
+from typing import Final, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from omni.answers import Answers
-from omni.events import Completed, Errored, PartArrived, RequestNews, StageFinished
+from omni.events import CallDone, Completed, Errored, PartArrived, RequestNews, StageFinished
 from omni.outputs import (
     AudioOutput,
     ImageOutput,
@@ -34,7 +35,7 @@ from omni.outputs import (
 )
 from omni.plan import RequestPlan
 from proto import messages
-from proto.errors import OmniError, ProtocolError, StageFailed, to_exception
+from proto.errors import ProtocolError, StageFailed, to_exception
 from proto.framing import tensor_at
 from proto.ids import RequestId, StageName
 from proto.messages import (
@@ -170,7 +171,16 @@ def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:
     raise ProtocolError(f"a {type(value).__name__} value is no output")
 
 
-def failure(errors: Mapping[int, str], stage: StageName, method: str) -> OmniError:
-    """What the asker of a `call` gets when replicas failed: all of them named."""
-    text = "; ".join(f"replica {replica}: {error}" for replica, error in sorted(errors.items()))
-    return StageFailed(f"call {method!r} to stage {stage}: {text}", stage=stage)
+class CallFailed(StageFailed):
+    """A call that not every replica carried out: `errors` by replica, and `values` of those that did. `info.code` is
+    the replicas' own where they agree."""
+
+    def __init__(self, done: CallDone, stage: StageName, method: str) -> None:
+        text = "; ".join(f"replica {replica}: {error}" for replica, error in sorted(done.errors.items()))
+        super().__init__(f"call {method!r} to stage {stage}: {text}", stage=stage)
+        self.values: Final = done.values
+        self.errors: Final = done.errors
+        causes = {(info.code, info.field) for info in done.infos.values()}
+        if len(causes) == 1 and set(done.infos) == set(done.errors):
+            ((code, field),) = causes
+            self.info = msgspec.structs.replace(self.info, code=code, field=field)

@@ -63,6 +63,10 @@ class Request:
         """The tasks that go to one replica together: the prompt's and its companions'."""
         return [task for key, task in self.tasks.items() if key.stage == stage]
 
+    def lora(self, stage: StageName) -> str | None:
+        """The adapter that the request is to be run with there."""
+        return next((task.plan.params.lora or None for task in self.siblings(stage)), None)
+
     def consumers(self, source: Source) -> list[tuple[TaskKey, str]]:
         """The tasks that take an output, and as which input. One task may take it as several."""
         return [

@@ -133,6 +133,11 @@ class PromptSpec(_Section, frozen=True):
     template: str = "{prompt}"  # {prompt} stands for what came in
 
 
+class LoraSpec(_Section, frozen=True):
+    path: Annotated[str, Meta(min_length=1, extra={SHORTHAND: True})]  # folder or safetensors file
+    weight_name: str | None = None  # file in the folder
+
+
 class ArEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
     max_num_seqs: Count = 16  # sequences that run at one time
@@ -153,6 +158,7 @@ class ArEngineSpec(_Section, frozen=True):
     kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all
     kv_at: KvAt = KvAt.PREFILL  # when it goes: prefill, token (up to `kv_token`) or end (all but the last token)
     kv_token: Annotated[str, Meta(min_length=1)] | None = None  # one token of the tokenizer, such as <|im_end|>
+    loras: dict[Name, LoraSpec] = {}  # adapters loaded when the stage starts, by name
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
@@ -168,6 +174,7 @@ class DiffusionEngineSpec(_Section, frozen=True):
     prompt_cache: SizeOrZero = 256 << 20  # encoded prompts that are kept, in bytes; 0 keeps none
     vae_slicing: bool = False  # decode one image at a time, with less memory
     vae_tiling: bool = False  # decode in tiles, with less memory
+    loras: dict[Name, LoraSpec] = {}  # adapters loaded when the stage starts, by name
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 

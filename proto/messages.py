@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from proto.deploy import LimitsSpec, StageSpec
-from proto.errors import ErrorInfo
+from proto.errors import ErrorCode, ErrorInfo
 from proto.ids import CallId, Epoch, EventId, LeaseId, PullId, RequestId, Session, StageName
 from proto.params import Json, Params, check_json
 from proto.tensors import TensorRef
@@ -263,6 +263,8 @@ class StageInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     default_height: int | None = None
     default_steps: int | None = None
     context_length: int | None = None
+    loras: tuple[str, ...] = ()  # adapters that requests may name
+    asleep: bool = False  # it takes no requests until it is woken
 
 
 # --- control lane, up -------------------------------------------------------------------------------------------------
@@ -293,6 +295,13 @@ class Ready(_Message, frozen=True, tag="ready"):
     epoch: Epoch
     info: StageInfo
     load_s: float
+
+
+class InfoChanged(_Message, frozen=True, tag="info"):
+    """What the stage says of itself from now on: a call has changed it. Sent before that call's answer."""
+
+    epoch: Epoch
+    info: StageInfo
 
 
 class LoadFailed(_Message, frozen=True, tag="load_failed"):
@@ -326,6 +335,8 @@ class CallReply(_Message, frozen=True, tag="reply"):
     ok: bool
     value: Json = None
     error: Note = ""
+    code: ErrorCode | None = None  # of the error, where it is known
+    field: str | None = None  # the argument that it names
 
     def __post_init__(self) -> None:
         check_json(self.value, "value")
@@ -344,7 +355,9 @@ class Goodbye(_Message, frozen=True, tag="goodbye"):
     reason: Note = ""
 
 
-ControlUp = Hello | LoadProgress | Ready | LoadFailed | Heartbeat | Aborted | CallReply | Leaving | Goodbye
+ControlUp = (
+    Hello | LoadProgress | Ready | InfoChanged | LoadFailed | Heartbeat | Aborted | CallReply | Leaving | Goodbye
+)
 
 
 # --- control lane, down -----------------------------------------------------------------------------------------------
@@ -383,10 +396,13 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 
 class Call(_Message, frozen=True, tag="call"):
+    """`within_s`: a call whose turn has not come so long after its arrival is not run any more."""
+
     epoch: Epoch
     call: CallId
     method: Short
     args: dict[str, Json] = {}
+    within_s: Annotated[float, Meta(gt=0)] | None = None
 
     def __post_init__(self) -> None:
         check_json(self.args, "args")

@@ -3,7 +3,7 @@
 None means "not set": the deploy's `defaults` apply, and below them the model's own. So a 0 is always honoured.
 """
 
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -56,6 +56,15 @@ TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,10}$")]
 Words = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+LoraName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+"""No dots at the start and no slashes: adapters' names become names of files and of modules."""
+
+LoraChoice = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")]
+"""Empty: none, where the deploy's defaults name one."""
+
+LoraScale = Annotated[float, Meta(ge=-10, le=10)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag="ar"):
     """How an AR stage picks tokens. Meanings follow the OpenAI API and `transformers.GenerationConfig`.
 
@@ -87,6 +96,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     priority: Annotated[int, Meta(ge=-100, le=100)] | None = None  # higher is served sooner
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None  # prefixes are shared only with the same salt
     resumable: bool | None = None  # keep it when its answer has ended, for more input, until it is closed
+    lora: LoraChoice | None = None  # a loaded adapter; "" is none
+    lora_scale: LoraScale | None = None  # of its effect; 1 if not set
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +122,8 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     num_images: Annotated[int, Meta(ge=1, le=1024)] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     strength: Annotated[float, Meta(ge=0, le=1)] | None = None
+    lora: LoraChoice | None = None  # a loaded adapter; "" is none
+    lora_scale: LoraScale | None = None  # of its effect; 1 if not set
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +132,20 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 
 Params = SamplingParams | DiffusionParams
+
+
+class LoraUse(NamedTuple):
+    """An adapter and how strongly it is applied."""
+
+    name: str
+    scale: float
+
+
+def lora_use(params: Params) -> LoraUse | None:
+    """The adapter that a request is to be run with."""
+    if not params.lora:
+        return None
+    return LoraUse(params.lora, 1.0 if params.lora_scale is None else params.lora_scale)
 
 
 def set_fields(params: Params) -> dict[str, Json]:

@@ -9,11 +9,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import janus
+import msgspec
 
+from proto.calls import offering
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, OmniError
 from proto.ids import CallId, EventId, RequestId
 from proto.messages import Change, StageInfo, Started, Timings, Updated, UpdateState
@@ -56,11 +58,18 @@ class DropAll:
     """The master is gone: nobody wants any of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
+    """A call. Either the engine's thread claims it, to run it, or the I/O loop does, because its deadline has passed."""
+
     call: CallId
     method: str
     args: Mapping[str, Json]
+    _claimed: threading.Lock = field(default_factory=threading.Lock)
+
+    def claim(self) -> bool:
+        """Whether the caller is the first; whoever is not must leave the call alone."""
+        return self._claimed.acquire(blocking=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +117,23 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
+class Changed:
+    """A call has changed what the stage offers. Comes before its answer."""
+
+    info: StageInfo
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     call: CallId
     ok: bool
     value: Json
     error: str
+    code: ErrorCode | None = None
+    field: str | None = None
 
 
-Report = Loading | Loaded | Broken | Done | Dropped | Answer | Emit | Publish | Failed
+Report = Loading | Loaded | Broken | Done | Dropped | Changed | Answer | Emit | Publish | Failed
 
 
 @dataclass(slots=True)
@@ -135,6 +153,7 @@ class EngineThread:
         self.queued = 0
         self.running = 0
         self.step_s = 0.0
+        self.info: StageInfo | None = None  # since it has loaded: what the stage offers now, whatever reports were lost
         self.broken: Broken | None = None  # set before it is reported: a report may be lost with its session
         self._make = make_engine
         self._context = context
@@ -168,6 +187,7 @@ class EngineThread:
         engine = self._make()
         info = engine.load(self._context)
         _check_defaults(self._context, info)
+        self.info = info
         self._report(Loaded(info, time.monotonic() - started))
         return engine
 
@@ -247,8 +267,8 @@ class EngineThread:
             for request in list(self._times):
                 engine.abort(request)
             self._times.clear()
-        elif isinstance(command, Ask):
-            self._out.append(self._ask(engine, command))
+        elif isinstance(command, Ask) and command.claim():
+            self._ask(engine, command)
         return not isinstance(command, Quit)
 
     def _submit(self, engine: Engine, command: Run) -> None:
@@ -273,11 +293,19 @@ class EngineThread:
             refusal = Updated(event=command.event, state=UpdateState.REFUSED, reason=reason)
             self._out.append(Emit(command.request, "", refusal))
 
-    def _ask(self, engine: Engine, command: Ask) -> Answer:
+    def _ask(self, engine: Engine, command: Ask) -> None:
         try:
-            return Answer(command.call, True, engine.call(command.method, command.args), "")
+            value = engine.call(command.method, command.args)
         except Exception as error:  # noqa: BLE001 - the asker is told
-            return Answer(command.call, False, None, self._error(error).message)
+            info = self._error(error)
+            self._out.append(Answer(command.call, False, None, info.message, info.code, info.field))
+            return
+        offers = offering(command.method, value)
+        if offers is not None and self.info is not None:
+            loras, asleep = offers
+            self.info = msgspec.structs.replace(self.info, loras=loras, asleep=asleep)
+            self._out.append(Changed(self.info))
+        self._out.append(Answer(command.call, True, value, ""))
 
     def _error(self, error: Exception) -> ErrorInfo:
         if isinstance(error, OmniError):

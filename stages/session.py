@@ -19,7 +19,7 @@ from typing import Final
 import janus
 
 from proto.errors import ErrorCode, ErrorInfo, ProtocolError
-from proto.ids import StageName
+from proto.ids import CallId, StageName
 from proto.messages import (
     Abort,
     Aborted,
@@ -31,6 +31,7 @@ from proto.messages import (
     Drain,
     Goodbye,
     Heartbeat,
+    InfoChanged,
     Leaving,
     LoadFailed,
     LoadProgress,
@@ -49,6 +50,7 @@ from stages.engine_thread import (
     Answer,
     Ask,
     Broken,
+    Changed,
     Command,
     Done,
     Dropped,
@@ -130,12 +132,13 @@ class StageSession:
         self._requests = Requests(
             options.stage, welcome.spec, epoch, self._relay, self._to_engine, connection.send_data, self._aborted
         )
+        self._overdue: dict[CallId, asyncio.TimerHandle] = {}  # calls without an answer yet
         self._payload_messages: asyncio.Queue[tuple[DataDown, Sequence[WireTensor]]] = asyncio.Queue()
 
     async def serve(self, on_loaded: Callable[[Loaded], None]) -> Ended:
         self._on_loaded = on_loaded
         if self._loaded is not None:
-            self._say_ready(self._loaded.info, 0.0)
+            self._say_ready(self._engine.info or self._loaded.info, 0.0)
         self._connection.serve(Handlers(self._control, self._data))
         self._start(self._read_reports())
         self._start(self._read_payload_messages())
@@ -144,6 +147,8 @@ class StageSession:
             return await self._ended
         finally:
             self._timer.cancel()
+            for timer in self._overdue.values():
+                timer.cancel()
             for task in self._tasks:
                 task.cancel()
             self._connection.send_control(Goodbye(epoch=self._welcome.epoch, reason=self._ended.result().value))
@@ -246,8 +251,7 @@ class StageSession:
         elif isinstance(message, Abort):
             self._requests.abort(message.request)
         elif isinstance(message, Call):
-            if not self._to_engine(Ask(message.call, message.method, message.args)):
-                self._reply(Answer(message.call, False, None, "the engine takes no more commands now"))
+            self._ask(message)
         elif isinstance(message, Drain):
             self.drain()
         elif isinstance(message, Shutdown):
@@ -273,6 +277,22 @@ class StageSession:
         while True:
             message, tensors = await self._payload_messages.get()
             await self._relay.handle(message, tensors)  # type: ignore[arg-type] # the lane has nothing else
+
+    def _ask(self, message: Call) -> None:
+        ask = Ask(message.call, message.method, message.args)
+        if not self._to_engine(ask):
+            self._reply(Answer(message.call, False, None, "the engine takes no more commands now"))
+        elif message.within_s is not None:
+            self._overdue[ask.call] = self._loop.call_later(message.within_s, self._late, ask, message.within_s)
+
+    def _late(self, ask: Ask, within_s: float) -> None:
+        """Its deadline has passed without an answer. One that has not begun never will."""
+        del self._overdue[ask.call]
+        if ask.claim():
+            text = f"not run: the engine was busy with a step or another call for the {within_s:g} s of its deadline"
+        else:
+            text = f"begun, and not done within the {within_s:g} s of its deadline; it is not broken off"
+        self._reply(Answer(ask.call, False, None, text, ErrorCode.DEADLINE))
 
     # --- to and from the engine ---------------------------------------------------------------------------------------
 
@@ -301,7 +321,11 @@ class StageSession:
             await self._requests.fail(report)
         elif isinstance(report, Dropped):
             self._requests.dropped(report.request)
+        elif isinstance(report, Changed):
+            self._connection.send_control(InfoChanged(epoch=self._welcome.epoch, info=report.info))
         elif isinstance(report, Answer):
+            if (timer := self._overdue.pop(report.call, None)) is not None:
+                timer.cancel()
             self._reply(report)
         elif isinstance(report, Loading):
             self._connection.send_control(
@@ -338,7 +362,15 @@ class StageSession:
         epoch, call = self._welcome.epoch, answer.call
         try:
             self._connection.send_control(
-                CallReply(epoch=epoch, call=call, ok=answer.ok, value=answer.value, error=answer.error[:4096])
+                CallReply(
+                    epoch=epoch,
+                    call=call,
+                    ok=answer.ok,
+                    value=answer.value,
+                    error=answer.error[:4096],
+                    code=answer.code,
+                    field=answer.field,
+                )
             )
         except (ValueError, ProtocolError) as error:
             text = f"the engine's answer cannot be sent: {error}"[:4096]

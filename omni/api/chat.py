@@ -207,6 +207,8 @@ def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
         "grammar": body.grammar,
         "cache_salt": body.cache_salt,
         "resumable": body.resumable,
+        "lora": body.lora,
+        "lora_scale": body.lora_scale,
     }
     spelling["json_schema"] = "response_format"
     if body.top_logprobs is not None:

@@ -122,6 +122,8 @@ def _diffusion(body: bodies.ImagesBody, spelling: Spelling) -> dict[str, Json]:
         "num_images": body.n,
         "seed": body.seed,
         "strength": body.strength,
+        "lora": body.lora,
+        "lora_scale": body.lora_scale,
     }
     return {name: value for name, value in params.items() if value is not None}
 

@@ -77,6 +77,7 @@ def _check_params(params: DiffusionParams, painter: Painter) -> None:
         if name not in painter.signature.plain:
             words = f"takes no extra argument {name!r}; {hint(name, painter.info.accepts, 'arguments')}"
             raise _refusal(painter, words, f"extra.{name}")
+        _check_no_scale(name, (params.extra or {})[name], painter)
     multiple = painter.info.size_multiple
     for name, value in (("width", params.width), ("height", params.height)):
         if value is not None and value % multiple:
@@ -85,6 +86,14 @@ def _check_params(params: DiffusionParams, painter: Painter) -> None:
             raise _refusal(painter, f"needs a {name} that is a multiple of {multiple}, not {value}: {near_sizes}", name)
     if params.seed is not None and params.seed + (params.num_images or 1) - 1 > MAX_SEED:
         raise _refusal(painter, f"cannot use seeds beyond {MAX_SEED}; lower the seed {params.seed}", "seed")
+
+
+def _check_no_scale(name: str, value: Json, painter: Painter) -> None:
+    """Pipelines apply such a scale to shared modules for as long as they like."""
+    if name.endswith("attention_kwargs") and isinstance(value, dict) and "scale" in value:
+        raise _refusal(
+            painter, "takes the scale of an adapter as lora_scale, not in its attention arguments", f"extra.{name}"
+        )
 
 
 def _check_outputs(job: Job, painter: Painter) -> None:

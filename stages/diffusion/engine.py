@@ -11,23 +11,24 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Final
 
-import msgspec
 import torch
 
 from proto.deploy import DiffusionStage
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
 from proto.ids import RequestId
 from proto.messages import Progress, StageInfo, Started
-from proto.params import Json
+from proto.params import Json, LoraUse
 from stages.diffusion import library, parking
 from stages.diffusion.admission import AtOnce, ForCompany
 from stages.diffusion.arguments import check, pixels
 from stages.diffusion.faults import to_error
 from stages.diffusion.forms import Form
 from stages.diffusion.loading import Painter, load_painter
+from stages.diffusion.loras import Loras
+from stages.diffusion.operator_calls import OperatorCalls
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
@@ -38,7 +39,6 @@ from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 
 log = logging.getLogger(__name__)
 
-METHODS: Final = ("info", "stats", "clear_cache")
 _NAP_S: Final = 0.005
 """Longest stay in `step` while the admission policy waits for company: new requests come in between steps."""
 
@@ -73,9 +73,12 @@ class DiffusionEngine:
         self._runner = Runner(painter.device)
         self._prompts = PromptCache(spec.prompt_cache)
         self._previews = Previews(painter, spec.preview_every)
+        self._loras = Loras(painter)
+        self._operator = OperatorCalls(painter, self._loras, self._prompts, self._lora_uses, self._numbers)
+        self._operator.load_from_deploy(context)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         context.report("ready", 1.0)
-        return painter.info
+        return self._operator.info
 
     @property
     def has_work(self) -> bool:
@@ -84,7 +87,9 @@ class DiffusionEngine:
     def submit(self, job: Job) -> None:
         """Raises `InvalidRequest` naming the field, if the pipeline could not run the job."""
         painter = self._loaded()
+        self._operator.check_awake()
         request = PaintRequest(job, check(job, painter), painter)
+        self._loras.check(request.lora)
         try:
             self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter))
         except OverBudget as error:
@@ -119,15 +124,8 @@ class DiffusionEngine:
             self._counts["aborted"] += 1
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
-        """`info`: what the stage said when it loaded. `stats`: counts since then. `clear_cache`: forget encoded prompts."""
-        if method == "info":
-            return msgspec.to_builtins(self._loaded().info)
-        if method == "stats":
-            return {**msgspec.to_builtins(self.stats()), **self._counts, **self._cache_counts()}
-        if method == "clear_cache":
-            self._prompts.clear()
-            return self._cache_counts()
-        raise InvalidRequest(f"no method {method!r}; a diffusion stage has {', '.join(METHODS)}", field="method")
+        """See `stages.diffusion.operator_calls`."""
+        return self._operator.call(method, args)
 
     def stats(self) -> EngineStats:
         return EngineStats(queued=self._scheduler.queued, running=self._scheduler.running)
@@ -136,6 +134,7 @@ class DiffusionEngine:
         """End the requests at work and give the weights back."""
         for request in list(self._requests):
             self.abort(request)
+        self._operator.close()
         self._remove_sites()
         self._remove_sites = lambda: None
         self._painter = None
@@ -152,7 +151,9 @@ class DiffusionEngine:
         calls = [request.call for request in requests if request.call is not None]
         forms = [self._forms[name] for name in group.requests]
         began = time.perf_counter()
+        site = calls[0].site.name
         try:
+            self._loras.activate(site, self._loras.key(site, requests[0].lora))
             with torch.inference_mode():
                 results = self._make(calls, forms, group)
         except Exception as error:  # noqa: BLE001 - the fault boundary of a call: it is its request's, if of anyone
@@ -169,7 +170,8 @@ class DiffusionEngine:
         """Equal prompts among the calls are encoded once, and kept."""
         if group.phase is not Phase.ENCODE:
             return self._runner.run(calls, forms, group.max_rows)
-        keys = [prompt_key(call) for call in calls]
+        lora = self._requests[group.requests[0]].lora  # all have the same, as far as it matters here
+        keys = [self._prompt_key(call, lora) for call in calls]
         same = [keys.index(key) if key is not None else at for at, key in enumerate(keys)]  # the first that asks it
         chosen = sorted(set(same))
         made = self._runner.run([calls[at] for at in chosen], [forms[at] for at in chosen], group.max_rows)
@@ -225,7 +227,7 @@ class DiffusionEngine:
                 self._forget(name, "finished")
             else:
                 form = self._forms[name] = request.forms.read(call)
-                self._scheduler.update(name, self._work(call, form))
+                self._scheduler.update(name, self._work(call, form, request.lora))
         except Exception as error:  # noqa: BLE001 - the fault boundary of a request: the others go on
             events = self._progress(request)
             request.abort()
@@ -234,7 +236,7 @@ class DiffusionEngine:
         return events
 
     def _answer_from_cache(self, request: PaintRequest, call: Call) -> bool:
-        if call.site.phase is not Phase.ENCODE or not (key := prompt_key(call)):
+        if call.site.phase is not Phase.ENCODE or not (key := self._prompt_key(call, request.lora)):
             return False
         found = self._prompts.get(key)
         if found is None:
@@ -243,9 +245,14 @@ class DiffusionEngine:
         call.answer(found)
         return True
 
-    def _work(self, call: Call, form: Form) -> Work:
+    def _prompt_key(self, call: Call, lora: LoraUse | None) -> Hashable | None:
+        key = prompt_key(call)
+        return None if key is None else (key, self._loras.key(call.site.name, lora))
+
+    def _work(self, call: Call, form: Form, lora: LoraUse | None) -> Work:
         alone = form.rules is None or self._spec.batch_invariant or call.site.name in self._runner.alone
-        return Work(call.site.phase, form.bucket, form.exact, form.rows, alone)
+        bucket = (form.bucket, self._loras.key(call.site.name, lora))
+        return Work(call.site.phase, bucket, form.exact, form.rows, alone)
 
     def _progress(self, request: PaintRequest) -> list[Event]:
         steps = request.take_steps()
@@ -260,6 +267,14 @@ class DiffusionEngine:
         self._forms.pop(name, None)
         self._previews.forget(name)
         self._counts[how] += 1
+
+    def _lora_uses(self) -> Counter[str]:
+        return Counter(request.lora.name for request in self._requests.values() if request.lora is not None)
+
+    def _numbers(self) -> dict[str, Json]:
+        """For `stats`."""
+        stats = self.stats()
+        return {"queued": stats.queued, "running": stats.running, **self._counts, **self._cache_counts()}
 
     def _cache_counts(self) -> dict[str, Json]:
         cache = self._prompts

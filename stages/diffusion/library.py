@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
+from diffusers.loaders.lora_base import LoraBaseMixin
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
 
 from proto.params import Json
@@ -45,6 +46,44 @@ def encoders(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
 def autoencoders(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
     """The components that turn latents into pictures or sound, by name."""
     return {name: part for name, part in modules(pipe).items() if name.endswith(_AUTOENCODERS)}
+
+
+def lora_parts(pipe: DiffusionPipeline) -> dict[str, torch.nn.Module]:
+    """The components that the pipeline's own loader can put adapters into, by name; none for pipelines without one."""
+    if not isinstance(pipe, LoraBaseMixin):
+        return {}
+    found = modules(pipe)
+    return {name: found[name] for name in pipe._lora_loadable_modules if name in found}
+
+
+def unusual_lora(pipe: DiffusionPipeline, folder: str, file: str) -> str | None:
+    """What an adapter would change beside adding to layers, for good and for everybody: norms and input sizes, as Flux's
+    control adapters do. None if nothing."""
+    norms = vars(type(pipe)).get("_control_lora_supported_norm_keys") or next(
+        (
+            vars(cls)["_control_lora_supported_norm_keys"]
+            for cls in type(pipe).__mro__
+            if "_control_lora_supported_norm_keys" in vars(cls)
+        ),
+        None,
+    )
+    if norms is None:
+        return None
+    keys = pipe.lora_state_dict(folder, weight_name=file, local_files_only=True)
+    state = keys[0] if isinstance(keys, tuple) else keys
+    norm = next((key for key in state if any(word in key for word in norms)), None)
+    if norm is not None:
+        return f"it replaces {norm}"
+    for key, weight in state.items():
+        name, _, end = key.partition(".lora_A.")
+        part, _, path = name.partition(".")
+        module = modules(pipe).get(part)
+        if not end or module is None:
+            continue
+        layer = dict(module.named_modules()).get(path)
+        if isinstance(layer, torch.nn.Linear) and weight.shape[1] > layer.in_features:
+            return f"{name} would need {weight.shape[1]} inputs instead of {layer.in_features}"
+    return None
 
 
 def recast(module: torch.nn.Module) -> bool:

@@ -180,7 +180,7 @@ def _describe(
         inputs=tuple(name for name in _INPUTS if name in signature),
         outputs=(*recipe.media, *(("latents",) if recipe.latents else ())),
         accepts=tuple(sorted(signature.plain)),
-        params=_params(signature, recipe),
+        params=(*_params(signature, recipe), *(("lora", "lora_scale") if library.lora_parts(pipe) else ())),
         size_multiple=recipe.size_multiple if "width" in signature or "height" in signature else 1,
         default_width=width,
         default_height=height,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from diffusers import DiffusionPipeline, SchedulerMixin
 
-from proto.params import DiffusionParams, Json
+from proto.params import DiffusionParams, Json, LoraUse, lora_use
 from stages.diffusion import arguments, fiber, library, outputs, parking
 from stages.diffusion.fiber import Fiber
 from stages.diffusion.forms import Forms
@@ -51,6 +51,11 @@ class PaintRequest:
     _forwards_seen: int = 0
     _resumed_at: float = 0.0
     _fiber: Fiber[Call, dict[str, Artifact]] | None = None
+
+    @property
+    def lora(self) -> LoraUse | None:
+        """The adapter that all its calls are made with."""
+        return lora_use(self.params)
 
     def start(self) -> float:
         """Leave the queue: nothing is computed yet. Seconds spent in it."""

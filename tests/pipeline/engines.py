@@ -5,6 +5,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from proto.deploy import Kind
 from proto.messages import StageInfo, Text, TextDelta
@@ -123,3 +124,22 @@ class Talker(FakeAr):
         if prompt == "chunk":
             return [Emit(job.request, "text", TextDelta(text=words))]
         return [Finished(job.request, {"text": Text(text=words)})]
+
+
+class Offers(FakeAr):
+    """Has adapters that are names only, and sleeps when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loras: dict[str, Json] = {}
+        self._asleep = False
+
+    def call(self, method: str, args: Mapping[str, Json]) -> Json:
+        if method == "hold":  # says that it has begun, and waits until it is told to go on
+            Path(args["begun"]).write_text("begun")
+            Path(args["go"]).read_text()
+        elif method == "load_lora":
+            self._loras[args["name"]] = {}
+        elif method in ("sleep", "wake"):
+            self._asleep = method == "sleep"
+        return {"loras": dict(self._loras), "asleep": self._asleep}
