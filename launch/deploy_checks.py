@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from launch.parallel_checks import parallel_findings
 from omni.graph import Finding
 from proto.deploy import (
     DEMO_MODELS,
@@ -40,6 +41,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
         path = f"stages.{name}"
         yield from _count_findings(stage, path)
         yield from _device_findings(stage, path)
+        yield from parallel_findings(stage, path)
         yield from _kind_findings(stage, path)
         yield from _model_findings(stage, path, check_paths)
         yield from _lora_findings(stage, path, check_paths)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from proto.deploy import Deploy, StageSpec
+from proto.deploy import Deploy, StageSpec, devices_of
 
 QUIET_LIBRARIES: Final = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -23,18 +23,21 @@ _CUDA: Final = re.compile(r"^cuda:(\d+)$")
 
 
 def local_processes(deploy: Deploy) -> int:
-    """How many stage processes the launcher starts on this machine."""
-    return sum(stage.local_replicas for stage in deploy.stages.values())
+    """How many stage processes run on this machine, each replica's ranks included."""
+    return sum(stage.local_replicas * stage.parallel.degree for stage in deploy.stages.values())
 
 
 def threads_for(stage: StageSpec, deploy: Deploy, cores: int) -> int:
-    """CPU threads of one replica: the deploy's word, else this machine's cores shared by its stage processes."""
-    return stage.threads or max(1, cores // max(1, local_processes(deploy)))
+    """CPU threads of one process: the deploy's word, shared by the replica's ranks, else this machine's cores shared by
+    its stage processes."""
+    if stage.threads is not None:
+        return max(1, stage.threads // stage.parallel.degree)
+    return max(1, cores // max(1, local_processes(deploy)))
 
 
 def device_for(stage: StageSpec, replica: int) -> str:
-    """Devices are handed out in turn."""
-    return stage.devices[replica % len(stage.devices)]
+    """Devices are handed out in turn. Those of a replica of several ranks have commas between them."""
+    return ",".join(devices_of(stage.devices, stage.parallel.degree, replica))
 
 
 def child_environment(
@@ -42,7 +45,8 @@ def child_environment(
 ) -> tuple[dict[str, str], str]:
     """The environment of a stage process, and its device as the child should name it.
 
-    One CUDA device is made the only one that the child sees, so that it can't allocate on another by accident.
+    One CUDA device is made the only one that the child sees, so that it can't allocate on another by accident. A replica of
+    several ranks does that itself, with all of its devices (`stages.parallel.devices`).
     """
     cores = cores or len(os.sched_getaffinity(0))
     threads = str(threads_for(stage, deploy, cores))

@@ -5,6 +5,7 @@ this file by a test. Durations are seconds and sizes are bytes; in YAML both may
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import msgspec
@@ -125,6 +126,38 @@ class EdgeSpec(_Section, frozen=True):
     on_payload_loss: OnPayloadLoss = OnPayloadLoss.FAIL  # the request fails with 502
 
 
+class ContextParallelSpec(_Section, frozen=True):
+    """Ways to share out the tokens of a picture or video. Their product is the number of ranks."""
+
+    ulysses: Count = 1  # each rank attends with some of the heads
+    ring: Count = 1  # keys and values go round the ranks
+
+
+class ArParallelSpec(_Section, frozen=True):
+    """One replica as a group of processes, its ranks, with one device each."""
+
+    tensor: Count = 1  # ranks that share out the weights
+    timeout: Seconds = 300.0  # a replica ends if one of its ranks takes longer than that for its part of a forward
+
+    @property
+    def degree(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor
+
+
+class DiffusionParallelSpec(_Section, frozen=True):
+    """One replica as a group of processes, its ranks, with one device each."""
+
+    tensor: Count = 1  # ranks that share out the denoiser's weights
+    context: ContextParallelSpec = ContextParallelSpec()  # or ranks that share out its tokens
+    timeout: Seconds = 300.0  # a replica ends if one of its ranks takes longer than that for its part of a forward
+
+    @property
+    def degree(self) -> int:
+        """Ranks of a replica."""
+        return self.tensor * self.context.ulysses * self.context.ring
+
+
 class PromptSpec(_Section, frozen=True):
     """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
 
@@ -180,11 +213,13 @@ class DiffusionEngineSpec(_Section, frozen=True):
 
 class _Stage(_Section, frozen=True, tag_field="kind"):
     model: ModelSpec = ModelSpec()
-    devices: tuple[str, ...] = ("cpu",)  # one per local replica, reused in turn: cpu, cuda:0, mps
+    devices: tuple[str, ...] = ("cpu",)  # one per rank of each local replica, reused in turn: cpu, cuda:0, mps
     replicas: Replicas = 1  # how many must be ready before requests are taken
     local: Annotated[int, Meta(ge=0)] | None = None  # how many of them the launcher starts here; default: all
     max_replicas: Replicas | None = None  # slots, for replicas that join later; default: `replicas`
-    threads: Count | None = None  # CPU threads of one replica; default: cores shared by the local replicas
+    threads: Count | None = (
+        None  # CPU threads of one replica; default: cores shared by the local replicas and their ranks
+    )
     env: dict[str, str] = {}  # further environment of the local replicas
     inputs: dict[str, Link] = {}
     edge: EdgeSpec = EdgeSpec()
@@ -206,6 +241,7 @@ class ArStage(_Stage, frozen=True, tag="ar"):
     """A causal language model."""
 
     engine: ArEngineSpec = ArEngineSpec()
+    parallel: ArParallelSpec = ArParallelSpec()
     defaults: SamplingParams = SamplingParams()
     prompt: PromptSpec = PromptSpec()
 
@@ -214,6 +250,7 @@ class DiffusionStage(_Stage, frozen=True, tag="diffusion"):
     """A diffusers pipeline."""
 
     engine: DiffusionEngineSpec = DiffusionEngineSpec()
+    parallel: DiffusionParallelSpec = DiffusionParallelSpec()
     defaults: DiffusionParams = DiffusionParams()
 
 
@@ -259,3 +296,9 @@ DEMO_MODELS: Final[dict[str, str]] = {"smollm2-135m-instruct": "ar", "tiny-paint
 def kind_of(stage: StageSpec) -> str:
     """The stage's tag in the YAML: ar or diffusion."""
     return "ar" if isinstance(stage, ArStage) else "diffusion"
+
+
+def devices_of(devices: Sequence[str], degree: int, replica: int) -> tuple[str, ...]:
+    """The devices of one replica, those of its ranks in order: `degree` that follow one another, handed out in turn."""
+    first = replica % max(1, len(devices) // degree) * degree
+    return tuple(devices[first : first + degree])

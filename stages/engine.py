@@ -32,10 +32,15 @@ from proto.params import Json, Params
 from proto.tensors import WireTensor
 
 
+def _broken(reason: str) -> None:
+    """For engines that run outside a worker."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoadContext:
     """What an engine knows when it loads. `report(note, done)` must be called often: a load that is silent for
-    `master.load_stall` seconds is taken for stuck. `publishes` are the outputs that some edge takes from this stage."""
+    `master.load_stall` seconds is taken for stuck. `publishes` are the outputs that some edge takes from this stage.
+    `broken(reason)` says from any thread that the engine is of no more use, even while its own thread is stuck."""
 
     stage: StageName
     spec: StageSpec
@@ -43,6 +48,8 @@ class LoadContext:
     device: str  # as in the deploy: cpu, cuda:0, mps
     publishes: tuple[str, ...]
     report: Callable[[str, float | None], None]
+    ranks: tuple[str, ...] = ()  # the devices of all ranks of this replica, this process's first, if there are several
+    broken: Callable[[str], None] = _broken
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,7 @@ class EngineThread:
         self._times: dict[RequestId, _Times] = {}
         self._woken = False  # by the engine's own clock
         self._out: list[Report] = []
+        self._breaking = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="omni-engine", daemon=True)
 
     def start(self) -> None:
@@ -168,19 +169,14 @@ class EngineThread:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        loaded = False
         try:
             engine = self._load()
-            loaded = True
             self._serve(engine)
             engine.close()
         except BaseException as error:  # SystemExit too: a library may raise it, and the thread ends by it all the same
-            if loaded or not isinstance(error, OmniError):  # the words of a failed load are enough
+            if self.info is not None or not isinstance(error, OmniError):  # the words of a failed load are enough
                 log.exception("the engine of stage %s is broken", self._context.stage)
-            text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
-            self.broken = Broken(text, loaded)
-            with contextlib.suppress(janus.SyncQueueShutDown):
-                self.reports.sync_q.put([*self._out, self.broken])
+            self._break(str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}", self._out)
 
     def _load(self) -> Engine:
         started = time.monotonic()
@@ -190,6 +186,20 @@ class EngineThread:
         self.info = info
         self._report(Loaded(info, time.monotonic() - started))
         return engine
+
+    def report_broken(self, reason: str) -> None:
+        """For `LoadContext.broken`, from any thread. The engine's own may be stuck, and ends with the process."""
+        log.error("stage %s: %s", self._context.stage, reason)
+        self._break(reason, [])
+
+    def _break(self, error: str, last_words: list[Report]) -> None:
+        """Once: what is found to be broken first is the reason, and the rest follows from it."""
+        with self._breaking:
+            if self.broken is not None:
+                return
+            self.broken = Broken(error, self.info is not None)
+        with contextlib.suppress(janus.SyncQueueShutDown):
+            self.reports.sync_q.put([*last_words, self.broken])
 
     def report_loading(self, note: str, done: float | None) -> None:
         """For `LoadContext.report`."""

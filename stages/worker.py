@@ -17,6 +17,7 @@ from typing import Final
 
 import zmq
 
+from proto.deploy import devices_of
 from proto.ids import Session
 from proto.messages import (
     PROTOCOL,
@@ -32,6 +33,7 @@ from stages.engine_thread import (
     Loaded,
 )
 from stages.engines import engine_factory
+from stages.parallel.devices import narrowed, share_of_threads
 from stages.session import Ended, StageSession, WorkerOptions
 
 log = logging.getLogger("omni.stage")
@@ -150,23 +152,40 @@ class Worker:
         if self._engine is not None:
             return self._engine
         self._config_hash = welcome.config_hash
-        if welcome.spec.threads is not None:
-            os.environ.setdefault("OMP_NUM_THREADS", str(welcome.spec.threads))  # before torch is imported
+        spec, degree = welcome.spec, welcome.spec.parallel.degree
+        devices = devices_of(self._options.devices or spec.devices, degree, welcome.replica)
+        if degree > 1:  # before torch is imported, as all of this
+            devices, seen = narrowed(devices, os.environ)
+            os.environ.update(seen)
+            threads = share_of_threads(os.environ, spec.threads, degree, len(os.sched_getaffinity(0)))
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        elif spec.threads is not None:
+            os.environ.setdefault("OMP_NUM_THREADS", str(spec.threads))
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        devices = self._options.devices or welcome.spec.devices
-        engine = EngineThread(
-            engine_factory(welcome.spec), self._context_for(welcome, devices[welcome.replica % len(devices)])
-        )
+        engine = EngineThread(engine_factory(spec), self._context_for(welcome, devices))
         self._engine = engine  # first, because the engine reports from its thread as soon as it runs
         engine.start()
         return engine
 
-    def _context_for(self, welcome: Welcome, device: str) -> LoadContext:
+    def _context_for(self, welcome: Welcome, devices: tuple[str, ...]) -> LoadContext:
         def report(note: str, done: float | None = None) -> None:
             assert self._engine is not None
             self._engine.report_loading(note, done)
 
-        return LoadContext(self._options.stage, welcome.spec, welcome.limits, device, welcome.publishes, report)
+        def broken(reason: str) -> None:
+            assert self._engine is not None
+            self._engine.report_broken(reason)
+
+        return LoadContext(
+            self._options.stage,
+            welcome.spec,
+            welcome.limits,
+            devices[0],
+            welcome.publishes,
+            report,
+            devices if welcome.spec.parallel.degree > 1 else (),
+            broken,
+        )
 
     def _remember(self, report: Loaded) -> None:
         self._loaded = report
