@@ -23,12 +23,15 @@ from proto.messages import StageInfo, Started, TextDelta
 from proto.params import Json
 from stages.ar.answers import finished
 from stages.ar.metrics import Metrics
+from stages.ar.ranks import lead
 from stages.ar.runner import Output, joined
 from stages.ar.sampler import sample
 from stages.ar.scheduler import Chunk, Plan
 from stages.ar.sequence import Sequence
 from stages.ar.startup import Parts, start
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
+from stages.parallel.distributed import leave
+from stages.parallel.group import Group
 
 
 class ArEngine:
@@ -43,10 +46,13 @@ class ArEngine:
         self._parts: Parts | None = None
         self._sequences: dict[RequestId, Sequence] = {}
         self._metrics = Metrics()
+        self._group: Group | None = None
 
     def load(self, context: LoadContext) -> StageInfo:
         """Load `model.path` (a folder, a GGUF file or demo://NAME). Raises `StartError`."""
-        self._parts = start(context)
+        if context.ranks:
+            self._group, context = lead(context)
+        self._parts = start(context, self._group)
         return self._parts.info
 
     @property
@@ -116,6 +122,10 @@ class ArEngine:
         """Forget every request and the model."""
         self._sequences.clear()
         self._parts = None
+        if self._group is not None:
+            self._group.close()
+            leave()
+            self._group = None
 
     @property
     def _loaded(self) -> Parts:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from proto.deploy import ArStage, ArTask
@@ -77,7 +78,7 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-                device_map=None if device.type == "cpu" else {"": device},
+                **_placement(device, spec.parallel.tensor),
                 **where,
             )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -120,6 +121,13 @@ def _load_tokenizer(
             stage=context.stage,
             field=field,
         ) from error
+
+
+def _placement(device: torch.device, ranks: int) -> dict[str, Any]:
+    """Where the weights go: to `device`, or with several ranks each to the one that has it by the model's plan."""
+    if ranks > 1:
+        return {"distributed_config": DistributedConfig(tp_size=ranks, tp_plan="auto")}
+    return {"device_map": None if device.type == "cpu" else {"": device}}
 
 
 def _locate(path: Path, context: LoadContext) -> tuple[Path, str | None]:

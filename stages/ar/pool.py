@@ -19,6 +19,7 @@ from stages.ar.attention import BATCH, NAME, Layer, Traits, attend_alone, choose
 from stages.ar.kv_blocks import KvBlocks
 from stages.ar.runner import PagedRunner, Runner, StockRunner
 from stages.ar.scheduler import Limits, Scheduler, Track
+from stages.parallel.distributed import least
 
 TOLERANCE: Final = {torch.float32: 2e-3}
 HALF_TOLERANCE: Final = 0.15
@@ -141,7 +142,7 @@ def build(model: PreTrainedModel, device: torch.device, spec: ArEngineSpec, cont
     expected = _logits(stock, _scheduler(spec, KvBlocks(64, 4), budget=5), prompts)
     try:
         shapes = measure(model, device, prompts[0])
-        pages = page_count(shapes, model.dtype, spec, context, free_bytes(device))
+        pages = least(page_count(shapes, model.dtype, spec, context, free_bytes(device)))  # one number for all ranks
         layers = allocate(shapes, model.dtype, device, max(pages, 2), spec.block_size)
         backend = choose_backend(device, model.dtype, spec.block_size)
         runner = PagedRunner(model, layers, backend, seats=spec.max_num_seqs, context=context)

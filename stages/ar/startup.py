@@ -15,18 +15,22 @@ from stages.ar.intake import Intake
 from stages.ar.loading import LoadedModel, load_model
 from stages.ar.packing import pack
 from stages.ar.pool import Engine, build
+from stages.ar.ranks import GroupRunner, key_value_heads
 from stages.ar.runner import Runner, Wish
 from stages.ar.scheduler import Chunk, Scheduler, Track
 from stages.ar.sequence import PREFILL_OUTPUTS
 from stages.demo.models import resolve_model
 from stages.engine import LoadContext
+from stages.parallel.distributed import least
+from stages.parallel.group import Group
+from stages.parallel.line import Line
 
 log = logging.getLogger("omni.stage")
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A loaded AR stage."""
+    """A loaded AR stage. `heads` are the key-value heads of a layer, those of other ranks included."""
 
     stage: StageName
     intake: Intake
@@ -34,18 +38,24 @@ class Parts:
     runner: Runner
     info: StageInfo
     exports: Exports
+    heads: int
 
 
-def start(context: LoadContext) -> Parts:
-    """Load `model.path` (a checkpoint folder, a GGUF file or demo://NAME) and try it. Raises `StartError`."""
+def start(context: LoadContext, ranks: Group | Line | None = None) -> Parts:
+    """Load `model.path` (a checkpoint folder, a GGUF file or demo://NAME) and try it, in step with the other `ranks` if there
+    are any. Raises `StartError`."""
     spec, path = _checked_spec(context)
     loaded = load_model(resolve_model(path, context.report), spec, context)
+    if ranks is not None:
+        ranks.meet()
     context.report("trying the model", None)
     engine = _built(loaded, spec, context)
     kv_layers = _kv_layers(engine.runner, loaded, spec, context)
     hidden_layers = _hidden_layers(engine.runner, loaded, spec, context)
     given = PREFILL_OUTPUTS if spec.engine.task is ArTask.ENCODE else tuple(OUTPUTS["ar"])
     outputs = tuple(name for name in OUTPUTS["ar"] if name in given and (name != "kv" or kv_layers))
+    heads = key_value_heads(loaded.model.config)
+    runner = GroupRunner(ranks, engine.runner, heads) if isinstance(ranks, Group) else engine.runner
     info = StageInfo(
         model=type(loaded.model).__name__,
         parameters=loaded.model.num_parameters(),
@@ -61,10 +71,11 @@ def start(context: LoadContext) -> Parts:
         intake=Intake(
             context.stage, spec, loaded, outputs, pool=engine.scheduler.blocks.usable * engine.scheduler.blocks.size
         ),
-        exports=Exports(engine.runner, spec.engine, kv_layers, hidden_layers, _kv_token(loaded, spec, context)),
+        exports=Exports(runner, spec.engine, kv_layers, hidden_layers, _kv_token(loaded, spec, context)),
         scheduler=engine.scheduler,
-        runner=engine.runner,
+        runner=runner,
         info=info,
+        heads=heads,
     )
 
 
@@ -83,6 +94,9 @@ def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
         except Exception as error:  # the fault boundary of the load: a compiler may raise anything
             problem = f"the model cannot be compiled here ({error}); leave engine.compile out"
             raise _error(context, "engine.compile", problem) from error
+    if bool(least(engine.runner.paged)) != engine.runner.paged:
+        problem = "the model runs on pages in this rank and not in another one"
+        raise _error(context, "parallel.tensor", problem)
     blocks = engine.scheduler.blocks
     if engine.note:
         log.warning(

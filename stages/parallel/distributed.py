@@ -1,11 +1,12 @@
 """The ranks' process group in torch.distributed: gloo between CPUs, and the accelerators' own library besides.
 
-All ranks of a replica are on one host and talk over loopback. They find each other through a file that only their user can
-read, so no port has to be chosen. Where a process is no rank of a group, everything here is the identity.
+All ranks of a replica are on one host and talk over loopback. They find each other at a port that the leader has bound
+before it started the others, so nobody can take it. In a process that is no rank of a group there is nothing to agree upon.
 """
 
 import datetime
 import os
+import socket
 import sys
 from typing import Final
 
@@ -18,18 +19,23 @@ _BACKENDS: Final = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:glo
 _LOOPBACK: Final = "lo" if sys.platform == "linux" else "lo0"
 
 
-def join(seat: Seat, device: torch.device) -> None:
-    """Wait for the other ranks and become one of them. Raises what torch raises if they do not come in time."""
+def join(seat: Seat, device: torch.device, listener: socket.socket | None = None) -> None:
+    """Wait for the other ranks and become one of them; the leader with its `listener`, which this takes over. Raises what
+    torch raises if they do not come in time."""
+    timeout = datetime.timedelta(seconds=seat.timeout)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     os.environ["LOCAL_RANK"] = str(seat.rank)  # by which the libraries choose the device
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
+    leads = {} if listener is None else {"master_listen_fd": listener.detach()}
     dist.init_process_group(
         _BACKENDS[device.type],
-        store=dist.FileStore(seat.store, seat.degree),
+        store=dist.TCPStore(
+            "127.0.0.1", seat.port, seat.degree, seat.rank == 0, timeout, wait_for_workers=False, **leads
+        ),
         rank=seat.rank,
         world_size=seat.degree,
-        timeout=datetime.timedelta(seconds=seat.timeout),
+        timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
 

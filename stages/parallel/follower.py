@@ -19,7 +19,7 @@ from typing import Final, NoReturn
 
 from proto.errors import OmniError
 from stages.parallel.line import LeaderGone, Line, Role
-from stages.parallel.messages import Begin, Unfit
+from stages.parallel.messages import Begin, Unfit, hear, packed
 
 log = logging.getLogger("omni.rank")
 
@@ -35,7 +35,7 @@ def main(pipe_fd: int, alive_fd: int) -> None:
     _end_even_if_stopped()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     pipe = Connection(pipe_fd)
-    begin = pipe.recv()
+    begin = hear(pipe)
     assert isinstance(begin, Begin)
     try:
         _role(begin.role)(begin.context, Line(begin.seat, pipe))
@@ -46,7 +46,7 @@ def main(pipe_fd: int, alive_fd: int) -> None:
             log.exception("%s is broken", begin.seat)
         text = str(error) if isinstance(error, OmniError) else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
-            pipe.send(Unfit(text))
+            pipe.send_bytes(packed(Unfit(text)))
         _leave(EXIT_UNFIT)
 
 

@@ -4,7 +4,7 @@ The leader starts the other ranks as processes of its own and decides alone what
 Of each forward it tells the followers what goes in, and every rank computes its part; they meet in the collectives of
 torch.distributed inside the model. So no rank needs the others' clock, and none ever decides by itself.
 
-    leader:    start -> (load) -> meet -> run, run, run ... -> close
+    leader:    begin -> (load) -> meet -> run, run, run ... -> close
     follower:          (load) -> meet -> do,  do,  do  ...
 
 Invariants: all ranks do the same commands in the same order. A command raises in all ranks or in none; everything else (a
@@ -19,10 +19,9 @@ import contextlib
 import dataclasses
 import os
 import queue
-import shutil
+import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -31,7 +30,20 @@ from typing import Final, TypeVar
 
 from proto.errors import StartError
 from stages.engine import LoadContext
-from stages.parallel.messages import Arrived, Begin, Do, Done, Go, Gone, Seat, Unfit
+from stages.parallel.messages import (
+    Arrived,
+    Begin,
+    Do,
+    Done,
+    FromFollower,
+    Go,
+    Gone,
+    Seat,
+    ToFollower,
+    Unfit,
+    hear,
+    packed,
+)
 
 T = TypeVar("T")
 
@@ -48,7 +60,8 @@ class RankLost(BaseException):
 
 
 class Group:
-    """The leader's side. `start`, `meet`, `run` and `close` belong to one thread, the engine's."""
+    """The leader's side. Everything here belongs to one thread, the engine's. `listener` is bound for the ranks to find each
+    other by; whoever brings them together takes it (`stages.parallel.distributed`)."""
 
     def __init__(self, context: LoadContext, role: str) -> None:
         """Start the followers, each of which loads what `role` says. Raises `StartError` if the devices are too few."""
@@ -63,8 +76,8 @@ class Group:
                 stage=context.stage,
                 field="devices",
             )
-        self._folder = tempfile.mkdtemp(prefix="omni-ranks-")
-        self.seat = Seat(0, spec.degree, os.path.join(self._folder, "store"), spec.timeout)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.seat = Seat(0, spec.degree, self.listener.getsockname()[1], spec.timeout)
         self._closing = False
         self._number = 0
         self._since: float | None = None
@@ -77,7 +90,7 @@ class Group:
             for follower in self._followers:
                 seat = dataclasses.replace(self.seat, rank=follower.rank)
                 follower.watch(self._watch)
-                self._tell(follower, Begin(seat, role, _alone(context, follower.rank)))
+                self._tell(follower, packed(Begin(seat, role, _alone(context, follower.rank))))
         except BaseException:
             self.close()
             raise
@@ -96,7 +109,7 @@ class Group:
                 lost = self._end(self._reason(follower, said))
                 raise StartError(f"stage {self._stage}: {lost}", stage=self._stage, field="parallel")
         for follower in self._followers:
-            self._tell(follower, Go())
+            self._tell(follower, packed(Go()))
 
     def run(self, command: object, work: Callable[[], T]) -> T:
         """Have each follower do `command`, and do `work`, this rank's part of the same. Raises what `work` raised, if it
@@ -105,8 +118,9 @@ class Group:
             raise RankLost(self._lost)
         self._number += 1
         self._since = time.monotonic()
+        order = packed(Do(self._number, command))
         for follower in self._followers:
-            self._tell(follower, Do(self._number, command))
+            self._tell(follower, order)
         raised: Exception | None = None
         try:
             value = work()
@@ -135,11 +149,11 @@ class Group:
         for follower in self._followers:
             follower.end()
         self._followers = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.listener.close()
 
-    def _tell(self, follower: "_Follower", message: Begin | Go | Do) -> None:
+    def _tell(self, follower: "_Follower", message: bytes) -> None:
         try:
-            follower.pipe.send(message)
+            follower.pipe.send_bytes(message)
         except OSError:
             raise self._end(self._reason(follower, follower.last_words())) from None
 
@@ -163,7 +177,7 @@ class Group:
         try:
             while True:
                 if pipe.poll(self.seat.timeout + SLACK_S):
-                    said = pipe.recv()
+                    said = hear(pipe)
                     if isinstance(said, Unfit):
                         reason = said.error
                     follower.mail.put(said)
@@ -205,7 +219,7 @@ class _Follower:
 
     def __init__(self, rank: int, alive: int) -> None:
         self.rank = rank
-        self.mail: queue.SimpleQueue[Arrived | Done | Unfit | Gone] = queue.SimpleQueue()
+        self.mail: queue.SimpleQueue[ToFollower | FromFollower | Gone] = queue.SimpleQueue()
         self.pipe, theirs = Pipe()
         self._watcher: threading.Thread | None = None
         command = [sys.executable, "-m", "stages.parallel.follower", str(theirs.fileno()), str(alive)]

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn, Protocol
 
 from stages.engine import LoadContext
-from stages.parallel.messages import Arrived, Begin, Do, Done, Go, Seat
+from stages.parallel.messages import Arrived, Do, Done, FromFollower, Go, Seat, ToFollower, hear, packed
 
 
 class LeaderGone(BaseException):
@@ -39,16 +39,15 @@ class Line:
                 error = f"{type(raised).__name__}: {raised}"
             self._say(Done(order.number, error))
 
-    def _heard(self) -> Begin | Go | Do:
+    def _heard(self) -> ToFollower | FromFollower:
         try:
-            message: Begin | Go | Do = self._pipe.recv()
+            return hear(self._pipe)
         except (EOFError, OSError):
             raise LeaderGone from None
-        return message
 
     def _say(self, message: Arrived | Done) -> None:
         try:
-            self._pipe.send(message)
+            self._pipe.send_bytes(packed(message))
         except OSError:
             raise LeaderGone from None
 

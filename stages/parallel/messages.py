@@ -1,17 +1,19 @@
 """What the ranks of one replica say to each other, pickled, through a pair of connected sockets that nobody else holds."""
 
+import pickle
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 
 from stages.engine import LoadContext
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where a rank sits. `store` is the file by which the ranks find each other."""
+    """Where a rank sits. `port` of loopback is where the ranks find each other; the leader has bound it."""
 
     rank: int
     degree: int
-    store: str
+    port: int
     timeout: float
 
     def __str__(self) -> str:
@@ -65,3 +67,18 @@ class Gone:
     """Of a follower, in its leader's own process: nothing more will come of it, for this reason."""
 
     error: str
+
+
+ToFollower = Begin | Go | Do
+FromFollower = Arrived | Done | Unfit
+
+
+def packed(message: ToFollower | FromFollower) -> bytes:
+    """By the plain pickler: a connection's own would share tensors' memory instead of sending them."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def hear(pipe: Connection) -> ToFollower | FromFollower:
+    """The next message, once it is there. Raises `EOFError` or `OSError` when the other side is gone."""
+    message: ToFollower | FromFollower = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from a process of our own
+    return message

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 import pytest
 
 from launch.environment import child_environment, device_for, local_processes, threads_for
-from proto.deploy import ArStage, Deploy, DiffusionStage
+from proto.deploy import ArParallelSpec, ArStage, Deploy, DiffusionStage
+from stages.parallel.devices import narrowed, share_of_threads
 
 COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -60,6 +61,49 @@ def test_the_deploys_env_wins_over_everything() -> None:
 def test_devices_are_handed_out_in_turn() -> None:
     stage = DiffusionStage(devices=("cuda:0", "cuda:1"), replicas=3)
     assert [device_for(stage, replica) for replica in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+def test_a_replica_of_several_ranks_gets_a_group_of_devices_and_each_rank_its_share_of_threads() -> None:
+    devices = ("cuda:0", "cuda:1", "cuda:2", "cuda:3")
+    stage = ArStage(devices=devices, replicas=3, parallel=ArParallelSpec(tensor=2))
+    assert [device_for(stage, replica) for replica in range(3)] == ["cuda:0,cuda:1", "cuda:2,cuda:3", "cuda:0,cuda:1"]
+    plan = deploy(thinker=stage, painter=DiffusionStage())
+    assert local_processes(plan) == 7
+    assert threads_for(stage, plan, cores=15) == 2
+    assert threads_for(ArStage(threads=9, parallel=ArParallelSpec(tensor=2)), plan, cores=4) == 4
+    env, named = environment(stage, 1, base={"CUDA_VISIBLE_DEVICES": "4,5,6,7"})
+    assert (named, env["CUDA_VISIBLE_DEVICES"]) == ("cuda:2,cuda:3", "4,5,6,7")
+
+
+@pytest.mark.parametrize(
+    ("devices", "env", "named", "seen"),
+    [
+        (("cuda:2", "cuda:3"), {}, ("cuda:0", "cuda:1"), {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        (
+            ("cuda:1", "cuda:0"),
+            {"CUDA_VISIBLE_DEVICES": "4,GPU-b"},
+            ("cuda:0", "cuda:1"),
+            {"CUDA_VISIBLE_DEVICES": "GPU-b,4"},
+        ),
+        (("cuda:1", "cuda:2"), {"CUDA_VISIBLE_DEVICES": "4,5"}, ("cuda:1", "cuda:2"), {}),
+        (("xpu:1", "xpu:3"), {}, ("xpu:0", "xpu:1"), {"ZE_AFFINITY_MASK": "1,3"}),
+        (("cpu", "cpu"), {}, ("cpu", "cpu"), {"CUDA_VISIBLE_DEVICES": "", "ZE_AFFINITY_MASK": ""}),
+        (("mps", "mps"), {}, ("mps", "mps"), {}),
+    ],
+)
+def test_the_ranks_of_a_replica_see_their_own_devices_in_the_order_of_their_ranks(
+    devices: tuple[str, ...], env: dict[str, str], named: tuple[str, ...], seen: dict[str, str]
+) -> None:
+    assert narrowed(devices, env) == (named, seen)
+
+
+@pytest.mark.parametrize(
+    ("env", "threads", "expected"), [({"OMP_NUM_THREADS": "3"}, 16, 3), ({}, 16, 8), ({}, None, 4), ({}, 1, 1)]
+)
+def test_a_worker_that_nobody_told_its_threads_shares_them_among_its_ranks(
+    env: dict[str, str], threads: int | None, expected: int
+) -> None:
+    assert share_of_threads(env, threads, degree=2, cores=8) == expected
 
 
 @pytest.mark.parametrize(
