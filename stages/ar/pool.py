@@ -17,6 +17,9 @@ from proto.deploy import ArEngineSpec
 from proto.ids import RequestId
 from stages.ar.attention import BATCH, NAME, Layer, Traits, attend_alone, choose_backend, paged_attention
 from stages.ar.kv_blocks import KvBlocks
+from stages.ar.native.decoder import Decoder, Unfit
+from stages.ar.native.library import Unavailable
+from stages.ar.native.runner import NativeRunner
 from stages.ar.runner import PagedRunner, Runner, StockRunner
 from stages.ar.scheduler import Limits, Scheduler, Track
 from stages.parallel.distributed import least
@@ -35,6 +38,8 @@ class LayerShape:
     key_size: int
     value_size: int
     window: int | None
+    scale: float = 1.0
+    plain: bool = True  # attention without a soft cap and without sinks
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Of one token."""
@@ -50,7 +55,14 @@ class _Probe:
     def __call__(
         self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traits: Traits
     ) -> torch.Tensor:
-        self.shapes[index] = LayerShape(key.shape[1], key.shape[2], value.shape[2], traits.window)
+        self.shapes[index] = LayerShape(
+            key.shape[1],
+            key.shape[2],
+            value.shape[2],
+            traits.window,
+            traits.scale,
+            plain=traits.softcap is None and traits.sinks is None,
+        )
         return attend_alone(query, key, value, traits)
 
 
@@ -108,12 +120,14 @@ def allocate(
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What computes, and who plans for it. `note` says why a model does not run on pages, if it does not."""
+    """What computes, and who plans for it. `note` says why a model does not run on pages, `slow`
+    why its answers are not computed in C, if that is so."""
 
     runner: Runner
     scheduler: Scheduler
     page_bytes: int
     note: str | None = None
+    slow: str | None = None
 
     def compile(self, model: PreTrainedModel, spec: ArEngineSpec) -> None:
         """Compile the model's repeated layers, once for one row and once for many, and try them. Raises what the compiler
@@ -154,8 +168,35 @@ def build(model: PreTrainedModel, device: torch.device, spec: ArEngineSpec, cont
         blocks = KvBlocks(1 + width, spec.block_size)
         return Engine(stock, _scheduler(spec, blocks, caching=False), 0, f"{type(error).__name__}: {error}")
     blocks = KvBlocks(max(pages, 2), spec.block_size)
+    answering, slow = _native(model, runner, layers, shapes, spec, context, prompts, expected)
     page_bytes = spec.block_size * sum(shape.bytes(model.dtype) for shape in shapes)
-    return Engine(runner, _scheduler(spec, blocks, caching=spec.prefix_caching), page_bytes)
+    return Engine(answering, _scheduler(spec, blocks, caching=spec.prefix_caching), page_bytes, slow=slow)
+
+
+def _native(
+    model: PreTrainedModel,
+    paged: PagedRunner,
+    layers: Sequence[Layer],
+    shapes: Sequence[LayerShape],
+    spec: ArEngineSpec,
+    context: int,
+    prompts: Sequence[Sequence[int]],
+    expected: torch.Tensor,
+) -> tuple[Runner, str | None]:
+    """The runner whose answers are computed in C, tried; where that cannot be, `paged` and why."""
+    if spec.native is False or layers[0].keys.device.type != "cpu":
+        return paged, None
+    try:
+        if not all(shape.plain for shape in shapes):
+            raise Unfit("its attention has a soft cap or sinks")
+        decoder = Decoder(model, layers, [one.window for one in shapes], [one.scale for one in shapes], context)
+        runner = NativeRunner(paged, decoder)
+        for budget in (5, 1):
+            trial = KvBlocks(layers[0].keys.shape[0], spec.block_size)
+            _compare(_logits(runner, _scheduler(spec, trial, budget=budget), prompts), expected, model.dtype)
+    except (Unfit, Unavailable, ValueError, AttributeError, TypeError) as error:
+        return paged, str(error)
+    return runner, None
 
 
 def _prompts(model: PreTrainedModel, context: int = 16) -> list[list[int]]:

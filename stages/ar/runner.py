@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -175,6 +176,15 @@ class PagedRunner:
     def forget(self, track: Track) -> None:
         self._tables.drop(track)
         self._given.drop(track)
+
+    def embedded(self, chunk: Chunk) -> bool:
+        """Whether some of the chunk's tokens are given as embeddings."""
+        return bool(self._given.places([chunk], [0]))
+
+    def tables(self, chunks: Sequence[Chunk], longest: int) -> NDArray[np.int64]:
+        """The pages of each chunk's sequence, (chunks, pages of `longest` tokens), padded with page 0 or what was there."""
+        seats = [self._tables.seat(chunk.track) for chunk in chunks]
+        return self._tables.array[seats, : -(-longest // self._page)]
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Ids and positions, (1, T) each, and where everything goes."""

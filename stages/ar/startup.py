@@ -6,7 +6,9 @@ Everything that is wrong is a `StartError` that names the stage and the setting 
 import logging
 from dataclasses import dataclass
 
-from proto.deploy import OUTPUTS, ArStage, ArTask, KvAt
+import msgspec
+
+from proto.deploy import OUTPUTS, ArEngineSpec, ArStage, ArTask, KvAt
 from proto.errors import OmniError, StartError
 from proto.ids import RequestId, StageName
 from proto.messages import StageInfo
@@ -84,7 +86,7 @@ def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
     if spec.engine.pack_weights:
         _pack(loaded, spec, context)
     try:
-        engine = build(loaded.model, loaded.device, spec.engine, loaded.context)
+        engine = build(loaded.model, loaded.device, _engine_spec(spec, context), loaded.context)
     except Exception as error:  # the fault boundary of the load: a model may raise anything
         raise _error(context, "model.path", f"the model cannot read a few tokens: {error}") from error
     if spec.engine.compile:
@@ -97,6 +99,12 @@ def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
     if bool(least(engine.runner.paged)) != engine.runner.paged:
         problem = "the model runs on pages in this rank and not in another one"
         raise _error(context, "parallel.tensor", problem)
+    if spec.engine.native and engine.slow:
+        raise _error(
+            context, "engine.native", f"answers cannot be computed in C: {engine.slow}; leave engine.native out"
+        )
+    if engine.slow:
+        log.info("stage %s: answers are computed by PyTorch, not in C: %s", context.stage, engine.slow)
     blocks = engine.scheduler.blocks
     if engine.note:
         log.warning(
@@ -106,6 +114,15 @@ def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
     size = blocks.usable * engine.page_bytes / 2**20
     context.report(f"KV pool: {blocks.usable} pages of {blocks.size} tokens, {size:.0f} MiB", None)
     return engine
+
+
+def _engine_spec(spec: ArStage, context: LoadContext) -> ArEngineSpec:
+    """As the deploy has it; C is for models that are whole, and for answers."""
+    reasons = {"several ranks": spec.parallel.tensor > 1, "task: encode": spec.engine.task is ArTask.ENCODE}
+    for reason, applies in reasons.items():
+        if applies and spec.engine.native:
+            raise _error(context, "engine.native", f"nothing is computed in C with {reason}; leave engine.native out")
+    return msgspec.structs.replace(spec.engine, native=False) if any(reasons.values()) else spec.engine
 
 
 def _checked_spec(context: LoadContext) -> tuple[ArStage, str]:

@@ -1,0 +1,1 @@
+"""Decoding on a CPU in C: one call computes a step's answers, where PyTorch would dispatch thousands of small operations."""
