@@ -4,6 +4,7 @@ The links between stages are checked in `omni.graph_checks`. Only `_model_findin
 """
 
 import ipaddress
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -130,8 +131,10 @@ def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
             f"{path}.engine.options", f"the built-in engine has no options ({names}); take them away, or set `use`"
         )
     if isinstance(stage, ArStage):
-        if stage.model.pipeline_class is not None:
-            yield Finding(f"{path}.model.pipeline_class", "only stages of kind diffusion have it; take it away")
+        given = {"pipeline_class": stage.model.pipeline_class, "custom_pipeline": stage.model.custom_pipeline}
+        given["trust_remote_code"] = "true" if stage.model.trust_remote_code else None
+        for field in (field for field, value in given.items() if value is not None):
+            yield Finding(f"{path}.model.{field}", "only stages of kind diffusion have it; take it away")
         if "{prompt}" not in stage.prompt.template:
             message = f"{stage.prompt.template!r} has no {{prompt}} in it, so every prompt would be lost; add it"
             yield Finding(f"{path}.prompt.template", message)
@@ -139,6 +142,8 @@ def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
         layers = stage.engine.kv_layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) != len(layers)):
             yield Finding(f"{path}.engine.kv_layers", "must list each layer once, by its number from 0")
+    elif stage.engine.recipe is not None and not ENGINE.fullmatch(stage.engine.recipe):
+        yield Finding(f"{path}.engine.recipe", f"{stage.engine.recipe!r} is not of the form package.module:NAME")
 
 
 def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
@@ -219,3 +224,25 @@ def _disk_findings(model: Path, where: str, stage: StageSpec) -> Iterator[Findin
             )
     elif not (model / "model_index.json").is_file():
         yield Finding(where, f"{str(model)!r} is no diffusers pipeline: no model_index.json")
+    else:
+        yield from _code_findings(model, where, stage)
+
+
+def _code_findings(model: Path, where: str, stage: StageSpec) -> Iterator[Finding]:
+    """Code that comes with a model is named before any process starts. The stage checks again, its components too."""
+    if stage.model.trust_remote_code:
+        return
+    code = stage.model.custom_pipeline
+    try:
+        named = json.loads((model / "model_index.json").read_text("utf-8")).get("_class_name")
+    except (ValueError, AttributeError, RecursionError):
+        return  # the stage says what is wrong with it
+    if isinstance(named, list) and named:
+        code = f"{named[0]}.py"
+    if code is not None:
+        message = f"the model brings its own pipeline code ({code}), which is not run by default"
+        yield Finding(
+            f"{where.removesuffix('.path')}.trust_remote_code",
+            f"{message}; read it, and write `trust_remote_code: true` under `model` if you trust it",
+            derived=True,
+        )

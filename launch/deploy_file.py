@@ -131,8 +131,11 @@ def _with_model_paths(deploy: Deploy, origins: Mapping[str, Origin], folder: Pat
             stage = msgspec.structs.replace(stage, engine=msgspec.structs.replace(stage.engine, loras=loras))
         if path is None or "://" in path:
             return stage
-        path = full(path, f"stages.{name}.model.path")
-        return msgspec.structs.replace(stage, model=msgspec.structs.replace(stage.model, path=path))
+        model = msgspec.structs.replace(stage.model, path=full(path, f"stages.{name}.model.path"))
+        if model.custom_pipeline is not None:
+            code = full(model.custom_pipeline, f"stages.{name}.model.custom_pipeline")
+            model = msgspec.structs.replace(model, custom_pipeline=code)
+        return msgspec.structs.replace(stage, model=model)
 
     return msgspec.structs.replace(deploy, stages={name: absolute(name, one) for name, one in deploy.stages.items()})
 

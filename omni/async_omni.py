@@ -24,8 +24,7 @@ from proto.params import Json
 from proto.suggest import hint
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from omni.pictures import Picture, Pictures
 
 STOP_S: Final = 5.0
 """How long local stages get to end by themselves."""
@@ -104,14 +103,18 @@ class AsyncOmni:
         prompt: str | None = None,
         *,
         messages: Sequence[ChatMessage] | None = None,
-        images: "NDArray[np.uint8] | None" = None,
+        images: "Pictures | None" = None,
+        mask: "Picture | None" = None,
         outputs: Sequence[str] | None = None,
         stages: Mapping[str, Mapping[str, Json]] | None = None,
         affinity: str | None = None,
         **params: Json,
     ) -> RunningRequest:
         """`generate` with keywords. Each of `params` goes to every needed stage that has it (`seed` to all of them);
-        `stages` sets parameters of single stages and wins. Raises `InvalidRequest` at once for a name that none has."""
+        `stages` sets parameters of single stages and wins. Raises `InvalidRequest` at once for a name that none has.
+
+        `images` and `mask` are PIL images, arrays, paths, bytes or data URLs (`omni.pictures`); they are read in a
+        thread when the iteration begins."""
         outputs = (outputs,) if isinstance(outputs, str) else outputs
         wanted = None if outputs is None else tuple(StageName(name) for name in outputs)
         merged = self.engine.planner.spread(params, wanted)
@@ -122,6 +125,7 @@ class AsyncOmni:
                 prompt=prompt,
                 messages=None if messages is None else tuple(messages),
                 images=images,
+                mask=mask,
                 outputs=wanted,
                 params=merged,
                 affinity=affinity,

@@ -20,8 +20,7 @@ from proto.ids import EventId, StageName
 from proto.params import Json
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from omni.pictures import Picture, Pictures
 
 T = TypeVar("T")
 
@@ -101,7 +100,8 @@ class Omni:
         self,
         prompt: str | list[str],
         *,
-        images: "NDArray[np.uint8] | None" = None,
+        images: "Pictures | None" = None,
+        mask: "Picture | None" = None,
         outputs: Sequence[str] | None = None,
         stages: Mapping[str, Mapping[str, Json]] | None = None,
         **params: Json,
@@ -115,7 +115,7 @@ class Omni:
         prompts = [prompt] if isinstance(prompt, str) else prompt
         with _Bars(len(prompts), self._progress) as bars:
             streams = [
-                self._run(omni, bars.show, one, images=images, outputs=outputs, stages=stages, **params)
+                self._run(omni, bars.show, one, images=images, mask=mask, outputs=outputs, stages=stages, **params)
                 for one in prompts
             ]
             results = self._wait(_gather(streams))

@@ -30,6 +30,7 @@ from omni.events import (
 )
 from omni.graph import Graph
 from omni.outputs import RequestEvent, RequestOutput
+from omni.picture_inputs import with_arrays
 from omni.planning import Planner
 from omni.request import GenerateRequest, UpdateRequest
 from omni.running import RunningRequest
@@ -154,7 +155,7 @@ class AsyncOmniEngine:
 
     async def _run(self, stream: RequestStream, request: GenerateRequest) -> AsyncGenerator[RequestEvent, None]:
         self._check_it_runs()
-        stream.plan = plan = self.planner.plan(request, self.readiness.infos)
+        stream.plan = plan = self.planner.plan(await with_arrays(request), self.readiness.infos)
         self._shell.post(Submitted(stream.request, plan))
         self._streams[stream.request] = stream
         try:

@@ -44,6 +44,7 @@ from proto.messages import (
     Aborted,
     Chunk,
     Failed,
+    Partial,
     Payload,
     Preview,
     Published,
@@ -243,7 +244,7 @@ class Orchestrator:
         message, tensors = arrival
         stage, role = task.plan.key
         if isinstance(message, Chunk):
-            if isinstance(message.part, TextDelta | Preview):
+            if isinstance(message.part, TextDelta | Preview | Partial):
                 task.seen = True
             if role != MAIN:
                 return []

@@ -1,12 +1,14 @@
 """What a caller gets: typed events while a request runs, and typed outputs when it is done.
 
-Arrays are numpy; PIL images are made only when asked for, so that nobody pays for what they do not look at.
+Arrays are numpy; PIL images and files are made only when asked for, so that nobody pays for what they do not look at.
 """
 
-import io
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
+from omni import encoding
+from proto.deploy import Kind
 from proto.ids import EventId, RequestId, StageName
 from proto.messages import Answer, Timings, TokenLogprobs, UpdateState, Usage
 
@@ -32,10 +34,32 @@ class TextOutput:
         return (self.text, *(one.text for one in self.more))
 
 
+class _Saved:
+    """What can be written to a file. `form` is a name from `omni.encoding.FORMS`; None is the usual one of the kind."""
+
+    __slots__ = ()
+    kind: ClassVar[Kind]
+
+    def encode(self, index: int = 0, form: str | None = None) -> bytes:
+        raise NotImplementedError
+
+    def save(self, path: str | Path, index: int = 0) -> Path:
+        """Write item `index` to a file whose suffix says the form. Raises `InvalidRequest` for a suffix that the kind has
+        no form for, or one that needs an extra."""
+        path = Path(path)
+        form = encoding.check_form(self.kind, path.suffix.lower().removeprefix("."), "path")
+        path.write_bytes(self.encode(index, form.name))
+        return path
+
+    def _form(self, form: str | None) -> str:
+        return encoding.check_form(self.kind, form, "form").name
+
+
 @dataclass(frozen=True, slots=True)
-class ImageOutput:
+class ImageOutput(_Saved):
     """`array` is uint8 (n, height, width, 3 or 4); `seeds[k]` makes image k again alone."""
 
+    kind: ClassVar[Kind] = Kind.IMAGE
     array: "NDArray[np.uint8]"
     seeds: tuple[int, ...] = ()
 
@@ -45,54 +69,49 @@ class ImageOutput:
 
         return [Image.fromarray(one) for one in self.array]
 
-    def encode(self, index: int = 0, image_format: str = "png") -> bytes:
+    def encode(self, index: int = 0, form: str | None = None) -> bytes:
         """Image `index` as the bytes of a file: png, jpeg or webp."""
-        out = io.BytesIO()
-        image = self.images[index]
-        if image_format == "jpeg" and image.mode == "RGBA":
-            image = image.convert("RGB")
-        image.save(out, format=image_format)
-        return out.getvalue()
+        return encoding.image_file(self.array[index], self._form(form))
 
 
 @dataclass(frozen=True, slots=True)
-class AudioOutput:
+class AudioOutput(_Saved):
     """`array` is float32 in -1..1, (n, channels, samples)."""
 
+    kind: ClassVar[Kind] = Kind.AUDIO
     array: "NDArray[np.float32]"
     sample_rate: int
     seeds: tuple[int, ...] = ()
 
-    def encode(self, index: int = 0) -> bytes:
-        """Item `index` as a 16-bit PCM WAV file."""
-        import wave
-
-        import numpy as np
-
-        samples = np.clip(self.array[index], -1.0, 1.0)
-        out = io.BytesIO()
-        with wave.open(out, "wb") as file:
-            file.setnchannels(samples.shape[0])
-            file.setsampwidth(2)
-            file.setframerate(self.sample_rate)
-            file.writeframes((samples.T * 32767).astype("<i2").tobytes())
-        return out.getvalue()
+    def encode(self, index: int = 0, form: str | None = None) -> bytes:
+        """Item `index` with 16 bits a sample: wav, flac (extra `audio`), or pcm, which has no header."""
+        return encoding.audio_file(self.array[index], self.sample_rate, "pcm" if form == "pcm" else self._form(form))
 
 
 @dataclass(frozen=True, slots=True)
-class VideoOutput:
+class VideoOutput(_Saved):
     """`array` is uint8 (n, frames, height, width, 3)."""
 
+    kind: ClassVar[Kind] = Kind.VIDEO
     array: "NDArray[np.uint8]"
     fps: float
     seeds: tuple[int, ...] = ()
 
+    def encode(self, index: int = 0, form: str | None = None) -> bytes:
+        """Video `index` as mp4 (extra `video`), or as an animated webp or gif."""
+        return encoding.video_file(self.array[index], self.fps, self._form(form))
+
 
 @dataclass(frozen=True, slots=True)
-class TensorOutput:
-    """Latents or another tensor, as the stage gave it (bfloat16 comes as float32)."""
+class TensorOutput(_Saved):
+    """Latents or another tensor, as the stage gave it (bfloat16 comes as float32). It is one item, whatever its shape."""
 
+    kind: ClassVar[Kind] = Kind.LATENTS
     array: "NDArray[np.generic]"
+
+    def encode(self, index: int = 0, form: str | None = None) -> bytes:
+        """The whole tensor as npy or safetensors."""
+        return encoding.tensor_file(self.array, self._form(form))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +188,18 @@ class StagePaused:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePartial:
+    """A part of an output before its end, from a pipeline that gives such. With `append` the parts, joined along their
+    frames or samples, are the output; without it each takes the place of the one before, and a slow caller may miss some."""
+
+    request: RequestId
+    stage: StageName
+    index: int
+    output: Output
+    append: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StageDone:
     """A stage is done with the request. `output` is None for a stage whose output was not asked for."""
 
@@ -205,5 +236,13 @@ class RequestOutput:
 
 
 RequestEvent = (
-    StageStarted | TextDelta | StageProgress | StagePreview | StageUpdated | StagePaused | StageDone | RequestOutput
+    StageStarted
+    | TextDelta
+    | StageProgress
+    | StagePreview
+    | StagePartial
+    | StageUpdated
+    | StagePaused
+    | StageDone
+    | RequestOutput
 )

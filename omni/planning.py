@@ -13,15 +13,15 @@ from typing import Final
 import msgspec
 
 from omni.graph import Graph
+from omni.picture_inputs import picture_inputs
 from omni.plan import MAIN, RequestPlan, Source, TaskKey, TaskPlan
 from omni.request import GenerateRequest
 from proto.deploy import ArStage, Deploy, StageSpec
 from proto.errors import InvalidRequest, NotServable
 from proto.ids import StageName
-from proto.messages import Chat, Images, StageInfo, Text, Value
+from proto.messages import Chat, StageInfo, Text, Value
 from proto.params import DiffusionParams, Json, Params, SamplingParams, set_fields
 from proto.suggest import hint
-from proto.tensors import WireTensor
 
 COMPANION_ROLE: Final = {"negative_prompt": "negative"}
 """The role of a companion, by the request field that holds its prompt. Its outputs arrive as `negative_<input>`."""
@@ -48,7 +48,7 @@ class Planner:
         self._check_prompt(request)
         params = {name: self._params(name, request.params.get(name, {}), infos.get(name)) for name in stages}
         self._check_params_are_used(request, stages)
-        images, takers = self._images(request, stages, infos)
+        pictures = picture_inputs(request, stages, infos, self.graph, self.deploy.limits)
         roles = self._roles(stages, params)
         tasks = []
         for stage in stages:
@@ -58,8 +58,8 @@ class Planner:
                     inputs["prompt"] = self._prompt(
                         stage, request if prompt is None else GenerateRequest(prompt=prompt)
                     )
-                if stage in takers and role == MAIN:
-                    inputs["image"] = Images(tensor=0)
+                given, tensors = pictures.of(stage) if role == MAIN else ({}, ())
+                inputs.update(given)
                 tasks.append(
                     TaskPlan(
                         key=TaskKey(stage, role),
@@ -68,7 +68,7 @@ class Planner:
                         params=self._own_params(stage, params[stage]),
                         emit=self._emit(stage) if stage in wanted and role == MAIN else (),
                         publish=self._publish(stage, role, stages),
-                        tensors=(images,) if "image" in inputs and images is not None else (),
+                        tensors=tensors,
                     )
                 )
         plan = RequestPlan(tuple(tasks), request.affinity)
@@ -257,34 +257,6 @@ class Planner:
     def _emit(self, stage: StageName) -> tuple[str, ...]:
         output = self.deploy.stages[stage].output
         return (output.value,) if output is not None else ()
-
-    def _images(
-        self, request: GenerateRequest, stages: tuple[StageName, ...], infos: Mapping[StageName, StageInfo]
-    ) -> tuple[WireTensor | None, set[StageName]]:
-        """The caller's images, and the stages that take them."""
-        if request.images is None:
-            return None, set()
-        shape = request.images.shape
-        if request.images.dtype.name != "uint8" or len(shape) != 4 or shape[-1] != 3 or 0 in shape:
-            text = f"images must be uint8 of shape (n, height, width, 3), not {request.images.dtype} of {shape}"
-            raise InvalidRequest(text, field="image")
-        takers = {
-            name
-            for name in stages
-            if (info := infos.get(name)) is not None
-            and "image" in info.inputs
-            and all(edge.input != "image" for edge in self.graph.into(name))
-        }
-        if not takers:
-            raise InvalidRequest("no stage of this request takes an image", field="image")
-        from proto.numpy_tensors import to_wire  # numpy is loaded by whoever made the array
-
-        images = to_wire(request.images)
-        limit = self.deploy.limits.max_frame_bytes
-        if images.ref.nbytes > limit:
-            text = f"the images have {images.ref.nbytes} bytes; limits.max_frame_bytes is {limit}"
-            raise InvalidRequest(text, field="image")
-        return images, takers
 
     def _check_groups(self, plan: RequestPlan) -> None:
         for stage in plan.stages:

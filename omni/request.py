@@ -9,8 +9,7 @@ from proto.messages import ChatMessage
 from proto.params import Json
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from omni.pictures import Picture, Pictures
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +18,15 @@ class GenerateRequest:
 
     `outputs` are the stages whose output is wanted (None: every visible one); stages that those do not need are skipped.
     `params` override the deploy's `defaults`, per stage. `images` go to the stages that take an `image` and have no edge
-    for it: uint8 (n, height, width, 3). Requests of one `affinity` go to the same replicas while those live.
+    for it, `mask` to those that take a `mask_image`: white, or transparent, where the image is to be painted anew. Both
+    are anything that `omni.pictures` reads; the planner gets arrays. Requests of one `affinity` go to the same replicas
+    while those live.
     """
 
     prompt: str | None = None
     messages: tuple[ChatMessage, ...] | None = None
-    images: "NDArray[np.uint8] | None" = None
+    images: "Pictures | None" = None
+    mask: "Picture | None" = None
     outputs: tuple[StageName, ...] | None = None
     params: Mapping[StageName, Mapping[str, Json]] = field(default_factory=dict)
     affinity: str | None = None

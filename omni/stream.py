@@ -1,7 +1,8 @@
 """The caller's end of one request: news in, typed events out. Belongs to the caller's event loop.
 
 Invariant: what waits here is bounded by the number of stages, outputs and updates, however slow the caller is: text of one
-stage is joined, and only the latest progress and preview of a stage are kept.
+stage is joined, and only the latest progress and preview of a stage are kept. Parts of an output that are to be joined all wait:
+together they are as large as the output.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from omni.outputs import (
     RequestEvent,
     RequestOutput,
     StageDone,
+    StagePartial,
     StagePaused,
     StagePreview,
     StageProgress,
@@ -41,6 +43,7 @@ from proto.ids import RequestId, StageName
 from proto.messages import (
     Audio,
     Images,
+    Partial,
     Paused,
     Preview,
     Progress,
@@ -104,6 +107,9 @@ class RequestStream:
         if type(last.part) is type(news.part) and isinstance(news.part, Progress | Preview):
             self._waiting[-1] = news
             return True
+        if isinstance(last.part, Partial) and isinstance(news.part, Partial) and not news.part.append:
+            self._waiting[-1] = news
+            return True
         return False
 
     async def next(self) -> RequestEvent:
@@ -118,10 +124,7 @@ class RequestStream:
         if isinstance(news, PartArrived):
             return self._part(news)
         if isinstance(news, StageFinished):
-            try:
-                outputs = [to_output(value, news.tensors) for value in news.outputs.values()]
-            except ProtocolError as error:
-                raise StageFailed(f"stage {news.stage} sent a broken output: {error}", stage=news.stage) from None
+            outputs = [_checked(value, news.tensors, news.stage) for value in news.outputs.values()]
             done = StageDone(
                 self.request, news.stage, outputs[0] if outputs else None, news.finish_reason, news.usage, news.timings
             )
@@ -143,6 +146,9 @@ class RequestStream:
             return StageUpdated(self.request, news.stage, part.event, part.state, part.reason, part.step)
         if isinstance(part, Paused):
             return StagePaused(self.request, news.stage, part.finish_reason, part.usage)
+        if isinstance(part, Partial):
+            output = _checked(part.value, news.tensors, news.stage)
+            return StagePartial(self.request, news.stage, part.index, output, part.append)
         return StagePreview(self.request, news.stage, part.step, _pixels(part.tensor, news.tensors))
 
 
@@ -151,6 +157,13 @@ def _pixels(index: int, tensors: Sequence[WireTensor]) -> "NDArray[np.uint8]":
     if array.dtype != np.uint8:
         raise ProtocolError(f"pixels are uint8, not {array.dtype}")
     return cast("NDArray[np.uint8]", array)
+
+
+def _checked(value: Value, tensors: Sequence[WireTensor], stage: StageName) -> Output:
+    try:
+        return to_output(value, tensors)
+    except ProtocolError as error:
+        raise StageFailed(f"stage {stage} sent a broken output: {error}", stage=stage) from None
 
 
 def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:

@@ -107,6 +107,8 @@ class ModelSpec(_Section, frozen=True):
     tokenizer: str | None = None  # folder of an AR stage's tokenizer; default: where the model is
     dtype: Annotated[str, Meta(pattern="^(auto|float32|bfloat16|float16)$")] = "auto"
     pipeline_class: str | None = None  # diffusers class to use instead of the one in model_index.json
+    custom_pipeline: str | None = None  # file or folder (pipeline.py) with the code of the pipeline's class
+    trust_remote_code: bool = False  # run Python code that comes with the model, with all rights of the stage
 
 
 class Link(_Section, frozen=True, rename={"source": "from"}):
@@ -209,6 +211,7 @@ class DiffusionEngineSpec(_Section, frozen=True):
     vae_slicing: bool = False  # decode one image at a time, with less memory
     vae_tiling: bool = False  # decode in tiles, with less memory
     loras: dict[Name, LoraSpec] = {}  # adapters loaded when the stage starts, by name
+    recipe: str | None = None  # package.module:NAME, what is particular to the pipeline's family
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
@@ -282,6 +285,7 @@ INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
         "negative_prompt": (Kind.TEXT,),
         "kv": (Kind.KV,),
         "image": (Kind.IMAGE,),
+        "mask_image": (Kind.IMAGE,),
         "latents": (Kind.LATENTS,),
         "prompt_embeds": (Kind.HIDDEN,),
         "prior_token_ids": (Kind.TOKENS,),

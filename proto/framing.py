@@ -21,6 +21,7 @@ from proto.messages import (
     DataMessage,
     DataUp,
     Images,
+    Partial,
     Preview,
     Published,
     Result,
@@ -128,8 +129,13 @@ def _highest_tensor(message: DataMessage) -> int:
     """The highest index of a tensor that the message's values name; -1 for none. On the path of every message."""
     values: Iterable[Value]
     if isinstance(message, Chunk):
-        return message.part.tensor if isinstance(message.part, Preview) else -1
-    if isinstance(message, Submit):
+        part = message.part
+        if isinstance(part, Preview):
+            return part.tensor
+        if not isinstance(part, Partial):
+            return -1
+        values = (part.value,)
+    elif isinstance(message, Submit):
         values = message.inputs.values()
     elif isinstance(message, Result):
         values = message.outputs.values()
@@ -141,6 +147,8 @@ def _highest_tensor(message: DataMessage) -> int:
     for value in values:
         if not isinstance(value, Text) and isinstance(value, _OF_TENSORS) and value.tensor > highest:
             highest = value.tensor
+        if isinstance(value, Images) and value.more:
+            highest = max(highest, *value.more)
     return highest
 
 

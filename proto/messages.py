@@ -94,10 +94,12 @@ class Tensor(_Message, frozen=True, tag="tensor"):
 
 
 class Images(_Message, frozen=True, tag="images"):
-    """uint8, shape (n, height, width, 3 or 4). `seeds[k]` makes image k again alone."""
+    """uint8, shape (n, height, width, 3 or 4); of a mask (1, height, width, 1). `seeds[k]` makes image k again alone.
+    Among inputs, `more` are further images, of sizes of their own."""
 
     tensor: Index
     seeds: tuple[int, ...] = ()
+    more: Annotated[tuple[Index, ...], Meta(max_length=MAX_FRAMES)] = ()
 
 
 class Audio(_Message, frozen=True, tag="audio"):
@@ -210,6 +212,15 @@ class Preview(_Message, frozen=True, tag="preview"):
     tensor: Index
 
 
+class Partial(_Message, frozen=True, tag="partial"):
+    """A part of an output before its end, as the pipeline yielded it. `index` counts them. With `append` the parts,
+    joined, are the output (pieces of a video or of sound); without it each takes the place of the one before."""
+
+    index: Number
+    value: Value
+    append: bool = False
+
+
 class UpdateState(enum.Enum):
     """What became of an update. The last two end it, and one of them always comes."""
 
@@ -234,7 +245,7 @@ class Paused(_Message, frozen=True, tag="paused"):
     usage: Usage  # so far
 
 
-Part = Started | TextDelta | Progress | Preview | Updated | Paused
+Part = Started | TextDelta | Progress | Preview | Partial | Updated | Paused
 
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -262,6 +273,8 @@ class StageInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     default_width: int | None = None
     default_height: int | None = None
     default_steps: int | None = None
+    fps: float | None = None  # of its videos, unless another frame rate is asked for
+    frame_step: Number = 1  # videos have k * frame_step + 1 frames
     context_length: int | None = None
     loras: tuple[str, ...] = ()  # adapters that requests may name
     asleep: bool = False  # it takes no requests until it is woken

@@ -124,6 +124,7 @@ class DiffusionParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
     strength: Annotated[float, Meta(ge=0, le=1)] | None = None
     lora: LoraChoice | None = None  # a loaded adapter; "" is none
     lora_scale: LoraScale | None = None  # of its effect; 1 if not set
+    previews: Annotated[int, Meta(ge=0, le=100)] | None = None  # small pictures of the work so far, evenly spread
     extra: dict[str, Json] | None = None
 
     def __post_init__(self) -> None:

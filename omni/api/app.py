@@ -2,7 +2,8 @@
 
     GET  /v1/models, /v1/models/NAME      what may be sent as `model`
     POST /v1/chat/completions             omni.api.chat
-    POST /v1/images/generations           omni.api.images
+    POST /v1/images/generations           omni.api.images, and so /v1/images/edits, /v1/videos/generations,
+                                          /v1/audio/generations and /v1/latents/generations
     POST /v1/requests/ID/updates          omni.api.updates
     GET  /health/live, /health/ready      omni.api.health
     GET  /status                          omni.status.PipelineStatus as JSON
@@ -29,8 +30,8 @@ from omni.api.catalog import Catalog
 from omni.api.chat import ROUTE as CHAT
 from omni.api.chat import Chat
 from omni.api.health import Health
+from omni.api.images import AUDIO, EDITS, LATENTS, VIDEOS, Images
 from omni.api.images import ROUTE as IMAGES
-from omni.api.images import Images
 from omni.api.lifetime import Lifetime
 from omni.api.metrics import CountRequests, Metrics
 from omni.api.requests import Requests
@@ -63,11 +64,16 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
     lifetime = lifetime or Lifetime()
     catalog = Catalog(pipeline.deploy)
     models, health, metrics, requests = Models(catalog), Health(pipeline), Metrics(pipeline), Requests()
+    images = Images(pipeline, catalog, lifetime, requests)
     routes = [
         Route(_MODELS, models.list),
         Route(_ONE_MODEL, models.one),
         Route(CHAT, Chat(pipeline, catalog, lifetime, requests).complete, methods=["POST"]),
-        Route(IMAGES, Images(pipeline, catalog, lifetime, requests).generate, methods=["POST"]),
+        Route(IMAGES, images.generate, methods=["POST"]),
+        Route(EDITS, images.edit, methods=["POST"]),
+        Route(VIDEOS, images.videos, methods=["POST"]),
+        Route(AUDIO, images.audio, methods=["POST"]),
+        Route(LATENTS, images.latents, methods=["POST"]),
         Route(UPDATES, Updates(pipeline, requests).update, methods=["POST"]),
         Route("/health/live", health.live),
         Route("/health/ready", health.ready),

@@ -5,7 +5,7 @@ that means nothing here is in a `REFUSED` table: harmless at its default, refuse
 name is an error. Answers carry OpenAI's fields, and a few of ours where its clients ignore them (`id`, `seed`).
 """
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -197,33 +197,74 @@ class ChatChunk(msgspec.Struct, frozen=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
-# --- POST /v1/images/generations --------------------------------------------------------------------------------------
+# --- POST /v1/images/..., /v1/videos/generations, /v1/audio/generations, /v1/latents/generations ----------------------
 
 
-class ImagesBody(_Body, frozen=True):
+class DrawBody(_Body, frozen=True):
+    """What every route takes that asks a diffusion stage. `extra` holds further arguments of its pipeline by name."""
+
     prompt: str
     model: str | None = None
     n: int | None = None
-    size: str | None = None  # "512x768" or "auto"
-    width: int | None = None
-    height: int | None = None
     seed: int | None = None
     num_inference_steps: int | None = None
     steps: int | None = None
     guidance_scale: float | None = None
     guidance: float | None = None
     negative_prompt: str | None = None
-    strength: float | None = None  # image-to-image: how far from `image`, 0..1
     lora: str | None = None
     lora_scale: float | None = None
-    image: str | None = None  # base64 or a data URL of a png, jpeg or webp file
-    response_format: Literal["b64_json", "url"] | None = None
-    output_format: Literal["png", "jpeg", "webp"] | None = None
+    extra: dict[str, Json] | None = None
     user: str | None = None  # this and the next: accepted, not used
     safety_identifier: str | None = None
 
 
-_NO_STREAM: Final = "this route answers once, when the images are done"
+class PictureBody(DrawBody, frozen=True):
+    """With pictures to start from. Each of `image` and `mask` is a file of a form, base64, a data URL, or an object with
+    an `image_url` that is one; `image` may be a list. In `mask` what is transparent, or white, is painted anew."""
+
+    size: str | None = None  # "512x768" or "auto"
+    width: int | None = None
+    height: int | None = None
+    image: Json = None
+    mask: Json = None
+    strength: float | None = None  # how far from `image`, 0..1
+
+
+class ImagesBody(PictureBody, frozen=True):
+    response_format: Literal["b64_json", "url"] | None = None
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    stream: bool | None = None
+    partial_images: Annotated[int, Meta(ge=0, le=3)] | None = None  # OpenAI's range
+
+
+B = TypeVar("B", bound=DrawBody)
+ResultForm = Literal["b64_json", "file", "url"]
+
+
+class VideosBody(PictureBody, frozen=True):
+    """`seconds` is another way to say `num_frames`."""
+
+    num_frames: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    fps: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    response_format: ResultForm | None = None
+    output_format: str | None = None  # mp4, webp, gif
+    stream: bool | None = None
+
+
+class AudioBody(DrawBody, frozen=True):
+    seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
+    response_format: ResultForm | None = None
+    output_format: str | None = None  # wav, flac
+    stream: bool | None = None
+
+
+class LatentsBody(PictureBody, frozen=True):
+    response_format: ResultForm | None = None
+    output_format: str | None = None  # npy, safetensors
+
+
 _NO_FILM: Final = "this route makes still images"
 
 IMAGES_REFUSED: Final[dict[str, Refused]] = {
@@ -232,29 +273,56 @@ IMAGES_REFUSED: Final[dict[str, Refused]] = {
     "background": Refused(("auto", "opaque"), "use opaque"),
     "moderation": Refused(("auto", "low"), "leave it out"),
     "output_compression": Refused((), "leave it out"),
-    "stream": Refused((False,), _NO_STREAM),
-    "partial_images": Refused((0,), _NO_STREAM),
+    "input_fidelity": Refused((), "set strength"),
+    "markup": Refused((), "send a mask"),
     "complexity": Refused((), "leave it out"),
     "svg": Refused((), _NO_FILM),
     "frame_count": Refused((), _NO_FILM),
     "frame_duration_ms": Refused((), _NO_FILM),
 }
+MEDIA_REFUSED: Final[dict[str, Refused]] = {"quality": IMAGES_REFUSED["quality"]}
 
 
 class ImageItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`seed` with n=1 makes this image again alone. `revised_prompt` is what an AR stage wrote for the painter."""
+    """`seed` with n=1 makes this item again alone. `revised_prompt` is what an AR stage wrote for the painter."""
 
     b64_json: str
     seed: int | None = None
     revised_prompt: str | None = None
 
 
-class ImagesAnswer(msgspec.Struct, frozen=True):
+class MediaAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`size`: of pictures and videos. `shape` and `dtype`: of latents, which bfloat16 leaves as float32."""
+
     id: str
     created: int
     data: list[ImageItem]
     output_format: str
-    size: str
+    size: str | None = None
+    fps: float | None = None
+    frames: int | None = None
+    sample_rate: int | None = None
+    seconds: float | None = None
+    shape: list[int] | None = None
+    dtype: str | None = None
+
+
+class MediaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An event of a stream, in the shape of OpenAI's for images. Of several items each has its `index`. `append`: the
+    parts, one after the other, are the item; without it each takes the place of the one before."""
+
+    type: str
+    b64_json: str
+    created_at: int
+    output_format: str
+    size: str | None = None
+    partial_image_index: int | None = None
+    append: bool | None = None
+    index: int = 0
+    seed: int | None = None
+    revised_prompt: str | None = None
+    quality: str | None = None
+    background: str | None = None
 
 
 # --- POST /v1/requests/ID/updates -------------------------------------------------------------------------------------

@@ -5,19 +5,16 @@ still gets its proper status. `seed` goes to every stage that the answer needs; 
 that answers.
 """
 
-import asyncio
 import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Final
 
 import msgspec
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from omni.api import bodies
 from omni.api.catalog import Catalog
@@ -26,6 +23,7 @@ from omni.api.errors import error_answer, log_bug
 from omni.api.lifetime import Events, Lifetime, while_connected
 from omni.api.params import Spelling, caller_spelling, one_of, per_stage
 from omni.api.requests import HEADER, Requests
+from omni.api.sse import OwnedStream, line
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StagePaused, StageUpdated, TextDelta, TextOutput
 from omni.pipeline import Pipeline
 from omni.request import GenerateRequest
@@ -111,7 +109,7 @@ class Chat:
             await events.aclose()
             raise
         over = functools.partial(self._requests.remove, call.id, events)
-        return _OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
+        return OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
 
     async def _first_text(self, stage: StageName, events: Events) -> RequestEvent:
         while True:
@@ -144,41 +142,12 @@ class Chat:
                 yield _chunk(call, bodies.Delta(), index, finish=_finish(one), usage=none_yet, logprobs=rest)
             if call.usage_chunk:
                 yield _chunk(call, None, usage=_usage(done))
-            yield _line(b"[DONE]")
+            yield line(b"[DONE]")
         except OmniError as error:
-            yield _line(msgspec.json.encode(error_answer(error.info)))
+            yield line(msgspec.json.encode(error_answer(error.info)))
         except Exception:  # noqa: BLE001 the status is sent already: only an event can tell the caller
             log_bug()
-            yield _line(msgspec.json.encode(error_answer(OmniError("internal error").info)))
-
-
-class _OwnedStream(EventSourceResponse):
-    """Server-sent events that close the pipeline's iteration however they end, even before they began."""
-
-    def __init__(
-        self,
-        lines: AsyncGenerator[bytes, None],
-        events: Events,
-        over: Callable[[], None],
-        headers: Mapping[str, str],
-    ) -> None:
-        super().__init__(lines, headers=headers, sep="\n")
-        self._lines: Final = lines
-        self._events: Final = events
-        self._over: Final = over
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._over()
-            await self._lines.aclose()
-            await self._events.aclose()
-
-    async def _listen_for_exit_signal_with_grace(self) -> None:
-        """Nothing to listen for: `Lifetime` ends the stream. The library's own way wakes twice a second for ever, and
-        obeys the signal handlers of other servers in the process."""
-        await asyncio.Event().wait()
+            yield line(msgspec.json.encode(error_answer(OmniError("internal error").info)))
 
 
 def _sampling(body: bodies.ChatBody, spelling: Spelling) -> dict[str, Json]:
@@ -306,12 +275,8 @@ def _chunk(
     update: bodies.UpdateTold | msgspec.UnsetType = msgspec.UNSET,
 ) -> bytes:
     choices = [] if delta is None else [bodies.ChunkChoice(delta, finish, index, logprobs)]
-    return _line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage, update)))
+    return line(msgspec.json.encode(bodies.ChatChunk(call.id, call.created, call.model, choices, usage, update)))
 
 
 def _told(event: StageUpdated) -> bodies.UpdateTold:
     return bodies.UpdateTold(event.event, event.state.value, event.reason or None, event.step)
-
-
-def _line(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"

@@ -21,7 +21,9 @@ from proto.suggest import nearest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_IN_A_THREAD: Final = 256 << 10  # larger bodies are parsed off the loop
+IN_A_THREAD: Final = 256 << 10
+"""Bytes; larger bodies are parsed off the loop."""
+
 _LINGER_S: Final = 2.0
 _shower: Final = json.JSONEncoder(ensure_ascii=False)
 _LONGEST: Final = 80
@@ -43,21 +45,25 @@ class Refused:
 
 async def read_object(request: Request, limit: int) -> dict[str, Json]:
     """The body as one JSON object. Raises `HttpError` (413, 415), `InvalidRequest` or `ClientGone`."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    media_type = media_type_of(request)
     if media_type != "application/json":
         raise HttpError(
             415,
             f"Content-Type is {media_type!r}; send the body as application/json",
             code="unsupported_media_type",
         )
-    body = await _read(request, limit)
-    data = await asyncio.to_thread(_parse, body) if len(body) > _IN_A_THREAD else _parse(body)
+    body = await read_bytes(request, limit)
+    data = await asyncio.to_thread(_parse, body) if len(body) > IN_A_THREAD else _parse(body)
     if not isinstance(data, dict):
         raise InvalidRequest("the body is not a JSON object")
     return data
 
 
-async def _read(request: Request, limit: int) -> bytes:
+def media_type_of(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
     """The body. Of one that is too large a little more is read and thrown away, for a short time: a client that is
     cut off while it sends does not read the answer."""
     declared = request.headers.get("content-length", "")
@@ -114,16 +120,21 @@ def _same(value: Json, other: Json) -> bool:
 
 
 def convert(
-    data: Mapping[str, Json], struct: type[T], *, spelling: Mapping[str, str] | None = None, known: Iterable[str] = ()
+    data: Mapping[str, Json],
+    struct: type[T],
+    *,
+    spelling: Mapping[str, str] | None = None,
+    known: Iterable[str] = (),
+    strict: bool = True,
 ) -> T:
-    """`data` as a `struct`, strictly. `spelling` gives the caller's names of fields that were renamed, `known` further
+    """`data` as a `struct`, strictly, or with the text of a form taken for what it says. `spelling` gives the caller's names of fields that were renamed, `known` further
     names that a mistyped one may have meant. Raises `InvalidRequest`."""
     fields = {field.encode_name for field in msgspec.structs.fields(struct)}
     for name in data:
         if name not in fields:  # not left to msgspec: the name is the caller's, and its message would have to be parsed
             raise InvalidRequest(f"unknown field {cut(name)!r}{_nearest(name, [*fields, *known])}", field=cut(name))
     try:
-        return msgspec.convert(data, struct, strict=True)
+        return msgspec.convert(data, struct, strict=strict)
     except msgspec.ValidationError as error:
         raise _explain(str(error), data, spelling or {}) from None
 

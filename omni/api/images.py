@@ -1,183 +1,165 @@
-"""POST /v1/images/generations: the images of one diffusion stage, as base64.
+"""POST /v1/images/generations and /v1/images/edits, and their cousins for videos, sound and latents.
 
-The stages before it run too. `seed` goes to every stage that the images need, the other settings to the stage that
-draws. Files are made and read in threads, never on the loop.
+    POST /v1/images/generations, /v1/images/edits   pictures, in OpenAI's shapes
+    POST /v1/videos/generations                     mp4, or animated webp or gif
+    POST /v1/audio/generations                      wav or flac
+    POST /v1/latents/generations                    npy or safetensors
+
+Bodies are JSON or forms with files. An answer is JSON with base64, with `response_format: file` the file itself, or with
+`stream` server-sent events: parts and previews as they come, then the items. The first byte of a stream is sent when there
+is something to send, so a request that is refused or fails before that still gets its proper status.
 """
 
 import asyncio
-import base64
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from io import BytesIO
-from time import time
-from typing import TYPE_CHECKING, Final
+import functools
+from collections.abc import AsyncGenerator
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from omni.api import bodies
+from omni.api import answers, bodies
 from omni.api.catalog import Catalog
-from omni.api.decode import convert, drop_harmless, read_object, show
-from omni.api.lifetime import Lifetime, while_connected
-from omni.api.params import Spelling, caller_spelling, one_of, per_stage
+from omni.api.decode import convert, drop_harmless
+from omni.api.drawing import PREFIX, DrawCall, Drawing
+from omni.api.errors import error_answer, log_bug
+from omni.api.lifetime import Events, Lifetime, while_connected
+from omni.api.params import caller_spelling
 from omni.api.requests import HEADER, Requests
-from omni.outputs import ImageOutput, RequestOutput, TextOutput
+from omni.api.sse import OwnedStream, line
+from omni.api.uploads import Body, read_body
+from omni.encoding import check_form
+from omni.outputs import RequestEvent, RequestOutput, StagePartial, StagePreview
 from omni.pipeline import Pipeline
-from omni.request import GenerateRequest
+from omni.running import RunningRequest
 from proto.deploy import Kind
-from proto.errors import InvalidRequest, StageFailed
-from proto.ids import StageName
-from proto.params import MAX_PIXELS_A_SIDE, DiffusionParams, Json
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from proto.errors import InvalidRequest, OmniError
 
 ROUTE: Final = "/v1/images/generations"
-_SIZE: Final = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
-_DATA_URL: Final = re.compile(r"data:image/[a-z+.-]{1,32};base64,", re.IGNORECASE)
-_INPUT_FORMATS: Final = ("PNG", "JPEG", "WEBP")
-_MAX_INPUT_PIXELS: Final = 64 << 20
-"""A small file can unpack to a huge picture; larger ones are refused before they are unpacked."""
-
-
-@dataclass(frozen=True, slots=True)
-class ImagesCall:
-    """One checked call. `writer` is the stage whose text is the revised prompt."""
-
-    id: str
-    created: int
-    stage: StageName
-    writer: StageName | None
-    request: GenerateRequest
-    spelling: Spelling
-    output_format: str
+EDITS: Final = "/v1/images/edits"
+VIDEOS: Final = "/v1/videos/generations"
+AUDIO: Final = "/v1/audio/generations"
+LATENTS: Final = "/v1/latents/generations"
 
 
 class Images:
     def __init__(self, pipeline: Pipeline, catalog: Catalog, lifetime: Lifetime, requests: Requests) -> None:
         self._pipeline: Final = pipeline
-        self._catalog: Final = catalog
+        self._drawing: Final = Drawing(pipeline, catalog)
         self._lifetime: Final = lifetime
         self._requests: Final = requests
 
     async def generate(self, http: Request) -> Response:
-        data = await read_object(http, self._pipeline.deploy.api.max_body_bytes)
-        call = await self._check(data, self._requests.new_id(http, "img"))
-        running = self._pipeline.generate(call.request)
-        with caller_spelling(call.spelling), self._requests.running(call.id, running):
-            output = await while_connected(http, self._lifetime.last(running))
-        body = await asyncio.to_thread(_encode, call, output)
-        return Response(body, media_type="application/json", headers={HEADER: call.id})
+        return await self._images(http, ROUTE, "image_generation")
 
-    async def _check(self, data: dict[str, Json], name: str) -> ImagesCall:
-        drop_harmless(data, bodies.IMAGES_REFUSED)
-        body = convert(data, bodies.ImagesBody, known=bodies.IMAGES_REFUSED)
-        if not body.prompt.strip():
-            raise InvalidRequest("prompt is empty; say what to draw", field="prompt")
+    async def edit(self, http: Request) -> Response:
+        return await self._images(http, EDITS, "image_edit")
+
+    async def videos(self, http: Request) -> Response:
+        body = _converted(await self._read(http), bodies.VideosBody)
+        return await self._media(http, body, Kind.VIDEO, VIDEOS)
+
+    async def audio(self, http: Request) -> Response:
+        return await self._media(http, _converted(await self._read(http), bodies.AudioBody), Kind.AUDIO, AUDIO)
+
+    async def latents(self, http: Request) -> Response:
+        return await self._media(http, _converted(await self._read(http), bodies.LatentsBody), Kind.LATENTS, LATENTS)
+
+    async def _read(self, http: Request) -> Body:
+        return await read_body(http, self._pipeline.deploy.api.max_body_bytes)
+
+    async def _images(self, http: Request, route: str, events: str) -> Response:
+        read = await self._read(http)
+        drop_harmless(read.data, bodies.IMAGES_REFUSED)
+        body = convert(read.data, bodies.ImagesBody, known=bodies.IMAGES_REFUSED, strict=read.strict)
+        if route == EDITS and body.image is None:
+            raise InvalidRequest("image is missing; send the picture to edit", field="image")
         if body.response_format == "url":
-            raise InvalidRequest(
-                "response_format='url' is not supported: this server keeps no files; use 'b64_json'",
-                field="response_format",
-            )
-        stage = self._catalog.stage_for(body.model, Kind.IMAGE, ROUTE)
-        spelling: Spelling = {"images": "image"}
-        params = _diffusion(body, spelling)
-        convert(params, DiffusionParams, spelling=spelling)
-        self._check_count(body.n)
-        writer = self._catalog.writer_for(stage)
-        request = GenerateRequest(
-            prompt=body.prompt,
-            images=None if body.image is None else await asyncio.to_thread(_decode_image, body.image),
-            outputs=(stage,) if writer is None else (writer, stage),
-            params=per_stage(self._pipeline, self._catalog, stage, params),
+            raise _no_url()
+        if body.partial_images and not body.stream:
+            raise InvalidRequest("partial_images needs stream=true", field="partial_images")
+        call = await self._drawing.call(
+            self._requests.new_id(http, PREFIX[Kind.IMAGE]),
+            body,
+            Kind.IMAGE,
+            route,
+            check_form(Kind.IMAGE, body.output_format or "png"),
+            events=events,
+            previews=body.partial_images,
+            stream=bool(body.stream),
         )
-        return ImagesCall(name, int(time()), stage, writer, request, spelling, body.output_format or "png")
+        return await self._run(http, call)
 
-    def _check_count(self, n: int | None) -> None:
-        most = self._pipeline.deploy.limits.max_images
-        if n is not None and n > most:
-            raise InvalidRequest(f"n: at most {most} images a request; the value is {n}", field="n")
+    async def _media(
+        self, http: Request, body: bodies.VideosBody | bodies.AudioBody | bodies.LatentsBody, kind: Kind, route: str
+    ) -> Response:
+        if body.response_format == "url":
+            raise _no_url()
+        stream = not isinstance(body, bodies.LatentsBody) and bool(body.stream)
+        as_file = body.response_format == "file"
+        if stream and as_file:
+            raise InvalidRequest("response_format='file' is one answer; leave stream out", field="stream")
+        form = check_form(kind, body.output_format)
+        events = f"{kind.value}_generation"
+        name = self._requests.new_id(http, PREFIX[kind])
+        call = await self._drawing.call(name, body, kind, route, form, events=events, stream=stream, as_file=as_file)
+        return await self._run(http, call)
 
+    async def _run(self, http: Request, call: DrawCall) -> Response:
+        events = self._pipeline.generate(call.request)
+        if call.stream:
+            return await self._stream(http, call, events)
+        with caller_spelling(call.spelling), self._requests.running(call.id, events):
+            output = await while_connected(http, self._lifetime.last(events))
+        return await asyncio.to_thread(answers.answer, call, output)
 
-def _diffusion(body: bodies.ImagesBody, spelling: Spelling) -> dict[str, Json]:
-    """The stage's parameters that the caller set. Renames are noted in `spelling`."""
-    width, height = body.width, body.height
-    if body.size is not None and body.size != "auto":
-        if width is not None or height is not None:
-            raise InvalidRequest("size and width, height are one setting; send one of them", field="size")
-        width, height = _size(body.size)
-        spelling["width"] = spelling["height"] = "size"
-    steps_name, steps = one_of(("num_inference_steps", body.num_inference_steps), ("steps", body.steps))
-    guidance_name, guidance = one_of(("guidance_scale", body.guidance_scale), ("guidance", body.guidance))
-    spelling.update(num_images="n", num_inference_steps=steps_name, guidance_scale=guidance_name)
-    params: dict[str, Json] = {
-        "width": width,
-        "height": height,
-        "num_inference_steps": steps,
-        "guidance_scale": guidance,
-        "negative_prompt": body.negative_prompt,
-        "num_images": body.n,
-        "seed": body.seed,
-        "strength": body.strength,
-        "lora": body.lora,
-        "lora_scale": body.lora_scale,
-    }
-    return {name: value for name, value in params.items() if value is not None}
+    async def _stream(self, http: Request, call: DrawCall, events: RunningRequest) -> Response:
+        self._requests.add(call.id, events)
+        try:
+            with caller_spelling(call.spelling):
+                first = await while_connected(http, self._next(call, events))
+        except BaseException:
+            self._requests.remove(call.id, events)
+            await events.aclose()
+            raise
+        over = functools.partial(self._requests.remove, call.id, events)
+        return OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
 
+    async def _next(self, call: DrawCall, events: Events) -> RequestEvent:
+        """The next event that the caller is told of."""
+        while True:
+            event = await self._lifetime.next(events)
+            if isinstance(event, RequestOutput):
+                return event
+            if isinstance(event, StagePartial | StagePreview) and event.stage == call.stage:
+                return event
 
-def _size(size: str) -> tuple[int, int]:
-    match = _SIZE.fullmatch(size)
-    if match is None:
-        raise InvalidRequest(f"size={show(size)} is not WIDTHxHEIGHT in pixels, such as 512x512, or auto", field="size")
-    return int(match[1]), int(match[2])
-
-
-def _decode_image(text: str) -> "NDArray[np.uint8]":
-    """uint8 (1, height, width, 3). Raises `InvalidRequest` for anything that is not a png, jpeg or webp file."""
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    if text[:8].lower().startswith(("http://", "https://")):
-        raise InvalidRequest("image: URLs are not fetched; send base64 or a data URL", field="image")
-    prefix = _DATA_URL.match(text)
-    try:
-        raw = base64.b64decode("".join(text[prefix.end() if prefix else 0 :].split()), validate=True)
-    except ValueError:
-        raise InvalidRequest("image: this is not base64, nor a data URL with base64", field="image") from None
-    try:
-        with Image.open(BytesIO(raw), formats=_INPUT_FORMATS) as image:
-            _check_dimensions(*image.size)
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
-        raise InvalidRequest("image: this is not a whole png, jpeg or webp file", field="image") from None
-    return np.asarray(upright, dtype=np.uint8)[None]
-
-
-def _check_dimensions(width: int, height: int) -> None:
-    if max(width, height) > MAX_PIXELS_A_SIDE or width * height > _MAX_INPUT_PIXELS:
-        raise InvalidRequest(f"image: {width}x{height} pixels is too large; send a smaller one", field="image")
+    async def _lines(self, call: DrawCall, event: RequestEvent, events: Events) -> AsyncGenerator[bytes, None]:
+        """The stream. Once begun, an error can only be one more event, and the last."""
+        try:
+            number = 0
+            while isinstance(event, StagePartial | StagePreview):
+                for data in await asyncio.to_thread(answers.partial, call, event, number):
+                    yield line(data)
+                number += 1
+                event = await self._next(call, events)
+            assert isinstance(event, RequestOutput)
+            for data in await asyncio.to_thread(answers.completed, call, event):
+                yield line(data)
+        except OmniError as error:
+            yield line(msgspec.json.encode(error_answer(error.info)))
+        except Exception:  # noqa: BLE001 the status is sent already: only an event can tell the caller
+            log_bug()
+            yield line(msgspec.json.encode(error_answer(OmniError("internal error").info)))
 
 
-def _encode(call: ImagesCall, output: RequestOutput) -> bytes:
-    """The whole answer, ready to send. Slow, so in a thread."""
-    outputs: Mapping[StageName, object] = output.outputs
-    drawn = outputs.get(call.stage)
-    if not isinstance(drawn, ImageOutput):
-        raise StageFailed(f"stage {call.stage} gave no image", stage=call.stage)
-    written = None if call.writer is None else outputs.get(call.writer)
-    revised = written.text if isinstance(written, TextOutput) else None
-    count, height, width = drawn.array.shape[:3]
-    items = [
-        bodies.ImageItem(
-            base64.b64encode(drawn.encode(index, call.output_format)).decode("ascii"),
-            drawn.seeds[index] if index < len(drawn.seeds) else None,
-            revised,
-        )
-        for index in range(count)
-    ]
-    return msgspec.json.encode(
-        bodies.ImagesAnswer(call.id, call.created, items, call.output_format, f"{width}x{height}")
+def _converted(read: Body, struct: type[bodies.B]) -> bodies.B:
+    drop_harmless(read.data, bodies.MEDIA_REFUSED)
+    return convert(read.data, struct, known=bodies.MEDIA_REFUSED, strict=read.strict)
+
+
+def _no_url() -> InvalidRequest:
+    return InvalidRequest(
+        "response_format='url' is not supported: this server keeps no files; use 'b64_json'", field="response_format"
     )

@@ -111,13 +111,21 @@ def _check_inputs(job: Job, painter: Painter) -> None:
     for name in ("prompt", "negative_prompt"):
         if name in job.payloads or not isinstance(job.inputs.get(name, Text(text="")), Text | Chat):
             raise _refusal(painter, f"takes its {name} as text", name)
-    if not isinstance(job.inputs.get("image", Images(tensor=0)), Images):
-        raise _refusal(painter, "takes its image as a picture", "image")
+    for name in tensor_inputs.PICTURES:
+        if not isinstance(job.inputs.get(name, Images(tensor=0)), Images):
+            raise _refusal(painter, f"takes its {name} as a picture", name)
     embeds = [name for name in given if name.endswith("prompt_embeds") and not name.startswith("negative_")]
     if painter.recipe.needs_prompt and "prompt" not in given and not embeds:
         raise _refusal(painter, "needs a prompt", "prompt")
     if painter.recipe.needs_image and "image" not in given:
         raise _refusal(painter, "needs an image to start from", "image")
+    if painter.recipe.needs_mask and "mask_image" not in given:
+        raise _refusal(
+            painter, "needs a mask: white, or transparent, where the image is to be painted anew", "mask_image"
+        )
+    pictures = tensor_inputs.count_pictures(job, "image")
+    if pictures > 1 and not painter.recipe.several_images:
+        raise _refusal(painter, f"starts from one image, not from {pictures}", "image")
     several = (job.params.num_images or 1) if isinstance(job.params, DiffusionParams) else 1
     if several > 1 and painter.recipe.count is None and embeds:
         raise _refusal(painter, "makes one item from given embeddings; num_images must be 1", "num_images")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from proto.params import Json
 from stages.diffusion.forms import Form
@@ -62,11 +63,14 @@ def _split(value: Json, rows: Sequence[int], ragged: bool) -> list[Json]:
         starts = [sum(rows[:k]) for k in range(len(rows))]
         return [value[start : start + n] for start, n in zip(starts, rows, strict=True)]
     if isinstance(value, Mapping):
-        parts = {name: _split(entry, rows, ragged) for name, entry in value.items()}
-        return [_rebuilt(value, {name: part[k] for name, part in parts.items()}) for k in range(len(rows))]
+        fields = {name: _split(entry, rows, ragged) for name, entry in value.items()}
+        return [_rebuilt(value, {name: field[k] for name, field in fields.items()}) for k in range(len(rows))]
     if isinstance(value, list | tuple) and type(value) in (list, tuple):
         places = [_split(entry, rows, ragged) for entry in value]
         return [type(value)(place[k] for place in places) for k in range(len(rows))]
+    if isinstance(value, DiagonalGaussianDistribution):  # what VAEs encode to; each request draws from its own
+        parts = _split(value.parameters, rows, ragged)
+        return [DiagonalGaussianDistribution(part, value.deterministic) for part in parts]
     if value is None or isinstance(value, bool | int | float | str):
         return [value] * len(rows)
     raise CannotSplit(f"a {type(value).__name__} of {total} rows")

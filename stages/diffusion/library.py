@@ -20,6 +20,7 @@ DENOISERS: Final = ("transformer", "transformer_2", "unet", "prior", "decoder")
 _ENCODERS = ("text_encoder", "image_encoder", "vision_language_encoder", "language_model")
 _AUTOENCODERS = ("vae", "movq", "vqgan")
 _SPATIAL = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio", "movq_scale_factor")
+_TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "temporal_compression_ratio")
 _SAMPLE_RATES = ("output_sampling_rate", "sampling_rate", "sample_rate")
 
 
@@ -150,6 +151,11 @@ def unpacked(
         return None
     result = unpack(latents, height, width, scale_factor(pipe))
     return result if isinstance(result, torch.Tensor) else None
+
+
+def frame_step(pipe: DiffusionPipeline) -> int:
+    """Frames per latent frame: videos have k * frame_step + 1 frames."""
+    return int(attribute(pipe, *_TEMPORAL) or 1)
 
 
 def patch_size(pipe: DiffusionPipeline) -> int:

@@ -1,6 +1,6 @@
 """From a pipeline folder to a `Painter`: the pipeline on its device, and all that is known about it.
 
-Only local files are read, and code in a folder is never run: `trust_remote_code` stays off.
+Only local files are read, and code in a folder is run only where the deploy says so (`stages.diffusion.own_code`).
 """
 
 import inspect
@@ -16,7 +16,7 @@ import transformers
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
 
-from proto.deploy import INPUTS, ModelSpec
+from proto.deploy import INPUTS, DiffusionStage, ModelSpec
 from proto.errors import StartError
 from proto.ids import StageName
 from proto.messages import StageInfo
@@ -24,8 +24,10 @@ from proto.params import Json
 from stages.demo.models import resolve_model
 from stages.devices import usable_device
 from stages.diffusion import library
+from stages.diffusion.families import corrected
+from stages.diffusion.own_code import OwnCode, find_own_code, own_pipeline_class, private_modules
 from stages.diffusion.recipes import Recipe, recipe_for
-from stages.diffusion.signature import CallSignature, read_signature
+from stages.diffusion.signature import FRAME_RATES, CallSignature, read_signature
 from stages.engine import LoadContext
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,20 +53,23 @@ class Painter:
 
 def load_painter(context: LoadContext) -> Painter:
     """Load the stage's pipeline folder. Raises `StartError` saying what is wrong with the folder or the deploy."""
+    assert isinstance(context.spec, DiffusionStage)
     model = context.spec.model
     folder, index = _read_index(context)
-    pipeline_class = _pipeline_class(context.stage, model, index)
+    code = find_own_code(context.stage, model, folder, index)
     device = usable_device(context)
     dtype = _dtype(context.stage, model, folder, index, device)
-    try:
-        pipe = _load(folder, index, pipeline_class, dtype, context.report).to(device)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StartError(
-            f"stage {context.stage}: {pipeline_class.__name__} cannot be loaded from {model.path!r}: {error}",
-            stage=context.stage,
-        ) from error
+    with private_modules(code):
+        pipeline_class = _pipeline_class(context.stage, model, index, code)
+        try:
+            pipe = _load(folder, index, pipeline_class, dtype, context.report, trusted=bool(code.files)).to(device)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise StartError(
+                f"stage {context.stage}: {pipeline_class.__name__} cannot be loaded from {model.path!r}: {error}",
+                stage=context.stage,
+            ) from error
     signature = read_signature(type(pipe))
-    recipe = recipe_for(pipe, signature)
+    recipe = corrected(context.stage, pipe, recipe_for(pipe, signature), context.spec.engine.recipe)
     if "audio" in recipe.media and recipe.sample_rate is None:
         raise StartError(
             f"stage {context.stage}: no component of {model.path!r} says its sample rate", stage=context.stage
@@ -87,11 +92,15 @@ def _read_index(context: LoadContext) -> tuple[Path, Mapping[str, Json]]:
     return folder, json.loads(file.read_text(encoding="utf-8"))
 
 
-def _pipeline_class(stage: StageName, model: ModelSpec, index: Mapping[str, Json]) -> type[DiffusionPipeline]:
+def _pipeline_class(
+    stage: StageName, model: ModelSpec, index: Mapping[str, Json], code: OwnCode
+) -> type[DiffusionPipeline]:
+    if code.pipeline is not None and model.pipeline_class is None:
+        return own_pipeline_class(stage, code)
     name = model.pipeline_class or index.get("_class_name")
     if not isinstance(name, str):
         raise StartError(
-            f"stage {stage}: {model.path!r} names its own pipeline code ({name}); only the classes of diffusers are run",
+            f"stage {stage}: {model.path!r} names its pipeline as {name!r}, which is neither a class nor [file, class]",
             stage=stage,
         )
     found = getattr(diffusers, name, None) if name in dir(diffusers) else None
@@ -130,6 +139,8 @@ def _load(
     pipeline_class: type[DiffusionPipeline],
     dtype: torch.dtype,
     report: Callable[[str, float | None], None],
+    *,
+    trusted: bool = False,
 ) -> DiffusionPipeline:
     """Load the components that have weights one by one, so that a long load shows its progress; then the rest."""
     diffusers.utils.logging.disable_progress_bar()
@@ -147,7 +158,7 @@ def _load(
     report(f"assembling {pipeline_class.__name__}", 0.9)
     absent = dict.fromkeys(name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name]))
     pipe = pipeline_class.from_pretrained(
-        folder, dtype=dtype, local_files_only=True, trust_remote_code=False, **parts, **absent
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=trusted, **parts, **absent
     )
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -185,7 +196,16 @@ def _describe(
         default_width=width,
         default_height=height,
         default_steps=steps if isinstance(steps, int) else None,
+        fps=_fps(signature, recipe) if "video" in recipe.media else None,
+        frame_step=library.frame_step(pipe) if "num_frames" in signature else 1,
     )
+
+
+def _fps(signature: CallSignature, recipe: Recipe) -> float:
+    """The pipeline's own frame rate, where its call has one, else its family's."""
+    name = signature.first(*FRAME_RATES)
+    own = signature.defaults.get(name) if name is not None else None
+    return float(own) if isinstance(own, int | float) else recipe.fps
 
 
 def _params(signature: CallSignature, recipe: Recipe) -> tuple[str, ...]:
@@ -197,4 +217,5 @@ def _params(signature: CallSignature, recipe: Recipe) -> tuple[str, ...]:
         *(("seed",) if "generator" in signature else ()),
         *(("num_images",) if several else ()),
         *(("extra",) if signature.plain else ()),
+        *(("previews",) if {"image", "video"} & set(recipe.media) else ()),
     )

@@ -19,10 +19,10 @@ from proto.params import DiffusionParams, Json
 from proto.tensors import WireTensor
 from proto.torch_tensors import to_wire
 from stages.diffusion.loading import Painter
+from stages.diffusion.signature import FRAME_RATES
 from stages.engine import Finished, Job, OutgoingPayload
 
 _RETURNED = {"image": ("images", "image"), "video": ("frames", "videos", "video"), "audio": ("audios", "audio")}
-_FRAME_RATES = ("fps", "frame_rate", "target_fps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,6 @@ def _latents(latents: Json, painter: Painter) -> Artifact:
 
 def _fps(params: DiffusionParams, painter: Painter) -> float:
     """The frame rate asked for, else the pipeline's default, else its family's."""
-    name = painter.signature.first(*_FRAME_RATES)
+    name = painter.signature.first(*FRAME_RATES)
     asked = (params.extra or {}).get(name, painter.signature.defaults.get(name)) if name else None
     return float(asked) if isinstance(asked, int | float) else painter.recipe.fps

@@ -26,19 +26,27 @@ LONGEST_SIDE: Final = 32
 
 
 class Previews:
-    """`every`: steps between two previews of a request; None draws none."""
+    """`every`: steps between two previews of a request that does not say how many it wants; None draws none."""
 
     def __init__(self, painter: Painter, every: int | None) -> None:
         able = set(painter.recipe.media) & {"image", "video"} and "vae" in library.autoencoders(painter.pipe)
         self._painter = painter
-        self._every = every if able else None
+        self._able = bool(able)
+        self._every = every
         self._waiting: dict[RequestId, tuple[PaintRequest, Step]] = {}
         self._drew = False
 
     def step_done(self, request: PaintRequest, step: Step) -> None:
         """The last step is the picture itself, so it has no preview."""
-        if self._every is not None and step.step % self._every == 0 and step.step < step.total:
+        if self._able and step.step < step.total and self._wanted(request.params.previews, step):
             self._waiting[request.job.request] = (request, step)
+
+    def _wanted(self, count: int | None, step: Step) -> bool:
+        """Whether one is due after this step: every so many steps, or `count` of them evenly spread over all."""
+        if count is None:
+            return self._every is not None and step.step % self._every == 0
+        before = (step.step - 1) * (count + 1) // step.total
+        return step.step * (count + 1) // step.total > before
 
     def forget(self, request: RequestId) -> None:
         self._waiting.pop(request, None)
@@ -57,7 +65,7 @@ class Previews:
                 pictures = draw_small(step.latents, request, self._painter)
         except Exception as error:  # noqa: BLE001 - a fault boundary: a request must not fail for want of a preview
             log.warning("stage %s: no more previews: %s", self._painter.stage, error)
-            self._every = None
+            self._able = False
             self._waiting.clear()
             return []
         if pictures is None:

@@ -18,6 +18,10 @@ from stages.diffusion.traits import Traits
 
 _NEEDS_IMAGE = ("Img2Img", "Inpaint", "Edit", "ImageToVideo", "Image2Video", "ImageVariation", "Upscale", "ControlNet")
 _NO_LATENTS = ("DiTPipeline", "LDM", "Marigold", "KandinskyCombined", "StableCascadeCombined", "ShapE", "RFD4")
+_SEVERAL_IMAGES = (
+    *("QwenImageEditPlus", "QwenImage21", "QwenImageLayered", "Flux2", "ZImageOmni", "GlmImage", "BriaFibo2"),
+    *("BriaFiboEdit", "JoyImageEdit", "StableDiffusionAdapter", "VisualCloze"),
+)
 _CHANGES_MODULES = ("PAG", "SAG", "AttendAndExcite", "LEdits", "TextToVideoZero", "Pix2PixZero")
 _DECODERS = ("vae", "vqvae", "movq", "vqgan")
 
@@ -37,6 +41,8 @@ class Recipe:
     guidance: str | None = "guidance_scale"
     needs_prompt: bool = True
     needs_image: bool = False
+    needs_mask: bool = False
+    several_images: bool = False
     image_mode: Literal["RGB", "RGBA"] = "RGB"
     size_multiple: int = 1
     default_size: tuple[int, int] | None = None  # width, height
@@ -66,6 +72,8 @@ def _from_signature(pipe: DiffusionPipeline, name: str, signature: CallSignature
         needs_prompt="prompt" in signature,
         needs_image="image" in signature
         and ("image" not in signature.defaults or any(word in name for word in _NEEDS_IMAGE)),
+        needs_mask="mask_image" in signature,
+        several_images=name.startswith(_SEVERAL_IMAGES),
         size_multiple=_size_multiple(pipe),
         default_size=_default_size(pipe, signature),
         sample_rate=library.sample_rate(pipe),

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from proto.params import Json
 from stages.diffusion import collate
@@ -104,6 +105,8 @@ def _tensors(value: Json) -> list[torch.Tensor]:
     """The floating-point tensors inside."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
+    if isinstance(value, DiagonalGaussianDistribution):
+        return [value.parameters]
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
 

@@ -15,10 +15,14 @@ from proto.params import Json
 
 _PLAIN = (bool, int, float, str, dict)
 _TENSORS = (torch.Tensor, torch.FloatTensor, torch.LongTensor, torch.IntTensor)  # the last three are no subclasses
+FRAME_RATES = ("fps", "frame_rate", "target_fps")
+"""What pipelines call the frame rate of a video."""
+
 _OWNED = frozenset(
     {"self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "strength", "generator"}
     | {"guidance_scale", "num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "batch_size"}
     | {"output_type", "return_dict", "callback", "callback_steps", "callback_on_step_end", "image", "latents"}
+    | {"mask_image", "callback_on_partial_output"}
     | {"callback_on_step_end_tensor_inputs", "prior_callback_on_step_end", "prior_callback_on_step_end_tensor_inputs"}
 )
 """Arguments that the engine sets itself, from `DiffusionParams`, from inputs or by its contract."""

@@ -3,6 +3,8 @@
 Invariant: the pipeline gets copies. What arrived may be memory of ZeroMQ's or shared, and pipelines write in place.
 """
 
+from collections.abc import Sequence
+
 import torch
 from PIL import Image
 
@@ -16,6 +18,8 @@ from stages.diffusion.loading import Painter
 from stages.engine import Job, PulledPayload
 
 _MASKS = ("{}_mask", "{}_attention_mask")
+PICTURES = ("image", "mask_image")
+"""Inputs that a pipeline gets as PIL images."""
 
 
 def build(job: Job, painter: Painter) -> dict[str, Json]:
@@ -24,14 +28,15 @@ def build(job: Job, painter: Painter) -> dict[str, Json]:
     arguments: dict[str, Json] = {}
     for name, value in job.inputs.items():
         if isinstance(value, Images):
-            arguments[name] = _pictures(_wire_tensor(job, value.tensor, name, painter), name, painter)
+            wires = [_wire_tensor(job, index, name, painter) for index in (value.tensor, *value.more)]
+            arguments[name] = _pictures(wires, name, painter)
         elif isinstance(value, Tensor):
             found[name] = from_wire(_wire_tensor(job, value.tensor, name, painter))
         elif isinstance(value, Tokens):
             found[name] = torch.tensor(value.ids, dtype=torch.int64)
     for name, payload in job.payloads.items():
-        if name == "image":
-            arguments[name] = _pictures(_main_tensor(payload, name, painter), name, painter)
+        if name in PICTURES:
+            arguments[name] = _pictures([_main_tensor(payload, name, painter)], name, painter)
         else:
             found.update(_payload_tensors(payload, name, painter))
     rows = {name: _with_rows(name, _placed(tensor, painter)) for name, tensor in found.items()}
@@ -101,10 +106,26 @@ def _mask_name(name: str, painter: Painter) -> str | None:
     return painter.signature.first(_MASKS[0].format(name), _MASKS[1].format(short))
 
 
-def _pictures(wire: WireTensor, name: str, painter: Painter) -> Image.Image | list[Image.Image]:
-    """PIL images of a uint8 tensor (n, height, width, 3 or 4); a single one is given alone."""
-    shape = wire.ref.shape
-    if wire.ref.dtype is not Dtype.U8 or len(shape) != 4 or shape[3] not in (3, 4) or 0 in shape:
-        raise _problem(painter, name, f"must be uint8 (n, height, width, 3 or 4), not {wire.ref.dtype.value} {shape}")
-    pictures = [Image.fromarray(one).convert(painter.recipe.image_mode) for one in numpy_from_wire(wire)]
+def _pictures(wires: Sequence[WireTensor], name: str, painter: Painter) -> Image.Image | list[Image.Image]:
+    """PIL images of uint8 tensors (n, height, width, channels); a single one is given alone. A mask is "L"."""
+    is_mask = name == "mask_image"
+    channels, mode = ((1, 3), "L") if is_mask else ((3, 4), painter.recipe.image_mode)
+    pictures = []
+    for wire in wires:
+        shape = wire.ref.shape
+        if wire.ref.dtype is not Dtype.U8 or len(shape) != 4 or shape[3] not in channels or 0 in shape:
+            form = f"(n, height, width, {channels[0]} or {channels[1]})"
+            raise _problem(painter, name, f"must be uint8 {form}, not {wire.ref.dtype.value} {shape}")
+        array = numpy_from_wire(wire)
+        pictures += [Image.fromarray(one[:, :, 0] if shape[3] == 1 else one).convert(mode) for one in array]
     return pictures[0] if len(pictures) == 1 else pictures
+
+
+def count_pictures(job: Job, name: str) -> int:
+    """How many pictures the job brings as that input, as far as its tensors say."""
+    value, payload = job.inputs.get(name), job.payloads.get(name)
+    if isinstance(value, Images):
+        wires = [job.tensors[index] for index in (value.tensor, *value.more) if index < len(job.tensors)]
+    else:
+        wires = [] if payload is None else list(payload.tensors.values())[:1]
+    return sum(wire.ref.shape[0] if len(wire.ref.shape) == 4 else 1 for wire in wires)

@@ -35,6 +35,16 @@ def average_colour(image: Image.Image) -> Colour:
     return r, g, b
 
 
+def png(colour: tuple[int, ...] = (1, 2, 3), mode: str = "RGB", size: tuple[int, int] = (16, 8)) -> bytes:
+    """The bytes of a file in one colour."""
+    out = BytesIO()
+    Image.new(mode, size, colour).save(out, "png")
+    return out.getvalue()
+
+
+PNG = base64.b64encode(png()).decode()
+
+
 # --- bad bodies -------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +96,18 @@ BAD_IMAGE_BODIES: dict[str, BadBody] = {
     "image to be fetched": BadBody({"prompt": "x", "image": "http://127.0.0.1/a.png"}, "image"),
     "mistyped field": BadBody({"prompt": "x", "guidence_scale": 3}, "guidence_scale"),
     "transparent background": BadBody({"prompt": "x", "background": "transparent"}, "background"),
-    "stream": BadBody({"prompt": "x", "stream": True}, "stream"),
+    "partial images without a stream": BadBody({"prompt": "x", "partial_images": 1}, "partial_images"),
+    "partial images beyond OpenAI's range": BadBody(
+        {"prompt": "x", "stream": True, "partial_images": 4}, "partial_images"
+    ),
+    "mask without an image": BadBody({"prompt": "x", "mask": PNG}, "image"),
+    "mask that no stage takes": BadBody({"prompt": "x", "image": PNG, "mask": PNG}, "mask"),
+    "mask that is no picture": BadBody({"prompt": "x", "image": PNG, "mask": "####"}, "mask"),
+    "image as a number": BadBody({"prompt": "x", "image": 3}, "image"),
+    "image as a file id": BadBody({"prompt": "x", "image": {"file_id": "file-1"}}, "image"),
+    "second image to be fetched": BadBody({"prompt": "x", "image": [PNG, "https://a.example/b.png"]}, "image[1]"),
+    "eleven images": BadBody({"prompt": "x", "image": [PNG] * 11}, "image"),
+    "extra that the pipeline has not": BadBody({"prompt": "x", "extra": {"true_cfg": 2}}, "true_cfg"),
 }
 
 

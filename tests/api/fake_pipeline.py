@@ -26,6 +26,8 @@ from omni.outputs import (
     RequestEvent,
     RequestOutput,
     StageDone,
+    StagePartial,
+    StagePreview,
     StageProgress,
     StageStarted,
     TextDelta,
@@ -101,6 +103,8 @@ class FakePipeline:
         self.hold_after: int | None = None  # stand still after so many pieces of text
         self.endless = False  # never stop talking, and in pieces that no socket buffer holds
         self.ready = True
+        self.output: Output | None = None  # of the painter, whatever it is asked for
+        self.parts: list[Output] = []  # that the painter gives before it
 
     @property
     def deploy(self) -> Deploy:
@@ -171,8 +175,14 @@ class FakePipeline:
             output, usage = TextOutput(text), Usage(7, len(text))
         else:
             yield StageProgress(RequestId("r"), stage, 1, 2)
+            for step in range(own.get("previews") or 0):
+                yield StagePreview(RequestId("r"), stage, step + 1, np.full((1, 4, 6, 3), step, np.uint8))
+            for index, part in enumerate(self.parts):
+                yield StagePartial(RequestId("r"), stage, index, part, append=True)
             await self.gate.wait()
-            output = self._image(request, own)
+            if self.fail_after is not None:
+                raise self.fail_after[1]
+            output = self.output or self._image(request, own)
         yield StageDone(RequestId("r"), stage, output if wanted else None, finish, usage, Timings())
 
     def _text(self, params: Mapping[str, Json]) -> tuple[str, str]:
@@ -185,7 +195,7 @@ class FakePipeline:
     def _image(self, request: GenerateRequest, params: Mapping[str, Json]) -> ImageOutput:
         count, seed = params.get("num_images", 1), params.get("seed", 100)
         if request.images is not None:
-            return ImageOutput(255 - request.images, (seed,))
+            return ImageOutput(255 - np.stack([image[:, :, :3] for image in request.images]), (seed,))
         array = np.empty((count, params.get("height", 16), params.get("width", 16), 3), np.uint8)
         array[:] = colour_of(request.prompt or "")
         return ImageOutput(array, tuple(seed + k for k in range(count)))

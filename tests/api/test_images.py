@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 from PIL import Image
 
-from tests.api.cases import IMAGES, average_colour, picture, sixteen_at_once
+from tests.api.cases import IMAGES, average_colour, picture, png, sixteen_at_once
 from tests.api.fake_pipeline import PAINTER, THINKER, Server, only, serving, two_stages
 
 
@@ -75,21 +75,14 @@ def test_what_is_not_set_is_left_to_the_deploy(server: Server, ai: OpenAI) -> No
     assert request.params == {PAINTER: {}}
 
 
-def png(colour: tuple[int, ...], mode: str = "RGB") -> str:
-    out = BytesIO()
-    Image.new(mode, (16, 8), colour).save(out, "png")
-    return base64.b64encode(out.getvalue()).decode()
-
-
 @pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
 def test_image_goes_in_as_base64_or_data_url(server: Server, ai: OpenAI, prefix: str, mode: str) -> None:
     colour = (10, 20, 30, 255)[: len(mode)]
-    answer = ai.images.generate(prompt="x", extra_body={"image": prefix + png(colour, mode)})
+    answer = ai.images.generate(prompt="x", extra_body={"image": prefix + base64.b64encode(png(colour, mode)).decode()})
     (request,) = server.call(lambda pipeline: pipeline.seen)
     assert request.images is not None
-    assert request.images.shape == (1, 8, 16, 3)
-    assert request.images.dtype == np.uint8
+    assert [(image.shape, image.dtype) for image in request.images] == [((8, 16, 3), np.uint8)]
     assert answer.data is not None
     assert average_colour(picture(answer.data[0].b64_json or "")) == (245, 235, 225)
 

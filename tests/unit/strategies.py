@@ -83,19 +83,25 @@ def frames_of(lane: Lane[Any], whole: tuple[Any, list[WireTensor]]) -> list[byte
 
 
 _IN_VALUE = "tensor"
+_FURTHER = "more"
 
 
 def _largest_index(data: object) -> int | None:
     found = [_largest_index(item) for item in _children(data)]
     if isinstance(data, dict) and isinstance(data.get(_IN_VALUE), int):
         found.append(data[_IN_VALUE])
+        found += [index for index in data.get(_FURTHER, ()) if isinstance(index, int)]
     return max((index for index in found if index is not None), default=None)
 
 
 def _clamp(data: object, count: int) -> object:
     if isinstance(data, dict):
         return {
-            key: item % count if key == _IN_VALUE and isinstance(item, int) else _clamp(item, count)
+            key: item % count
+            if key == _IN_VALUE and isinstance(item, int)
+            else [index % count for index in item]
+            if key == _FURTHER and isinstance(item, list | tuple) and all(isinstance(index, int) for index in item)
+            else _clamp(item, count)
             for key, item in data.items()
         }
     return [_clamp(item, count) for item in data] if isinstance(data, list | tuple) else data

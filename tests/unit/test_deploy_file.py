@@ -100,7 +100,7 @@ MISTAKES = {
     "internal tag of the params": (
         painter("defaults: {type: diffusion}"),
         "demo.yaml:12: stages.painter.defaults.type: unknown key; valid keys: width, height, num_inference_steps, "
-        "guidance_scale, negative_prompt, num_images, seed, strength, lora, lora_scale, extra",
+        "guidance_scale, negative_prompt, num_images, seed, strength, lora, lora_scale, previews, extra",
     ),
     "text for a number": (
         painter("replicas: two"),

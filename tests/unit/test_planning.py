@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -44,6 +45,9 @@ PAIR = Deploy(
 
 def planner(spec: Deploy = PAIR) -> Planner:
     return Planner(spec, Graph.build(spec))
+
+
+PICTURE = np.zeros((1, 8, 8, 3), np.uint8)
 
 
 def asked(prompt: str | None = "a cat", **fields: Any) -> GenerateRequest:
@@ -125,10 +129,16 @@ REFUSALS: list[tuple[GenerateRequest, str | None, str]] = [
     (asked(**on("thinker", stop=["ok", ""])), "stop", "length >= 1"),
     (asked(**on("thinker", stop="a word")), "stop", "got 'a word'"),
     # images
-    (asked(images=np.zeros((1, 8, 8, 4), np.uint8)), "image", "not uint8 of (1, 8, 8, 4)"),
+    (asked(images=np.zeros((1, 8, 8, 2), np.uint8)), "image", "not uint8 of (1, 8, 8, 2)"),
     (asked(images=np.zeros((1, 8, 8, 3), np.float32)), "image", "not float32"),
     (asked(images=np.zeros((0, 8, 8, 3), np.uint8)), "image", "(0, 8, 8, 3)"),
-    (asked(images=np.zeros((8, 8, 3), np.uint8)), "image", "(8, 8, 3)"),
+    (asked(images=np.zeros((8, 8), np.uint8)), "image", "(1, 8, 8)"),
+    (asked(images=()), "image", "0 images"),
+    (asked(images=np.zeros((5, 8, 8, 3), np.uint8)), "image", "5 images; a request may bring 1 to 4"),
+    (asked(mask=np.zeros((8, 8), np.uint8)), "image", "a mask needs the image"),
+    (asked(images=PICTURE, mask=np.zeros((4, 8), np.uint8)), "mask", "the mask has 8x4 pixels and its image 8x8"),
+    (asked(images=PICTURE, mask=np.zeros((8, 8, 3), np.uint8)), "mask", "not uint8 of (8, 8, 3)"),
+    (asked(images=PICTURE, mask=np.zeros((8, 8), np.uint8)), "mask", "no stage of this request takes a mask"),
     (asked(images=np.zeros((1, 8, 8, 3), np.uint8), outputs=(THINKER,)), "image", "no stage of this request"),
 ]  # fmt: skip
 
@@ -345,3 +355,14 @@ def test_a_negative_prompt_stays_with_a_stage_that_reads_it_itself() -> None:
         num_inference_steps=20, guidance_scale=4.0, negative_prompt="ugly"
     )
     assert len(made.tasks) == 2
+
+
+def test_pictures_of_several_sizes_and_a_mask_travel_as_tensors_of_their_own() -> None:
+    infos = {**INFOS, PAINTER: msgspec.structs.replace(INFOS[PAINTER], inputs=("prompt", "image", "mask_image"))}
+    small, wide = np.zeros((8, 8, 3), np.uint8), np.zeros((4, 16, 4), np.uint8)
+    _, painter = plan(asked(images=(small, wide), mask=np.full((8, 8), 255, np.uint8)), infos=infos).tasks
+    assert painter.inputs == {"image": Images(tensor=0, more=(1,)), "mask_image": Images(tensor=2)}
+    assert [tensor.ref.shape for tensor in painter.tensors] == [(1, 8, 8, 3), (1, 4, 16, 4), (1, 8, 8, 1)]
+    _, painter = plan(asked(images=(small, small))).tasks
+    assert painter.inputs == {"image": Images(tensor=0)}
+    assert [tensor.ref.shape for tensor in painter.tensors] == [(2, 8, 8, 3)]

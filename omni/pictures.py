@@ -1,0 +1,147 @@
+"""Pictures that callers give, as arrays: PIL images, arrays, the bytes of a file, data URLs, paths.
+
+Decoding is slow, so it is never done on an event loop. Invariant: nothing is unpacked before its size is known to be
+allowed, and nothing is ever fetched: a URL is refused, whatever it points to.
+"""
+
+import base64
+import re
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Union, cast
+
+from proto.errors import InvalidRequest
+from proto.params import MAX_PIXELS_A_SIDE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+Picture = Union["Image", "NDArray[np.uint8]", bytes, str, Path]
+"""A PIL image, an array (height, width, 3 or 4), a png, jpeg or webp file as bytes or as a path, or its text: base64 or a
+data URL."""
+
+Pictures = Picture | Sequence[Picture]
+
+MAX_PIXELS: Final = 64 << 20
+"""A small file can unpack to a huge picture; larger ones are refused before they are unpacked."""
+
+_DATA_URL: Final = re.compile(r"data:(image/[a-z+.-]{1,32})?;base64,", re.IGNORECASE)
+_SCHEME: Final = re.compile(r"(https?|ftp|file|s3|gs)://", re.IGNORECASE)
+_FORMATS: Final = ("PNG", "JPEG", "WEBP")
+
+
+def read_pictures(given: Pictures, field: str = "image") -> "tuple[NDArray[np.uint8], ...]":
+    """Each picture as uint8 (height, width, 3), or 4 where some of it is transparent. Raises `InvalidRequest` naming
+    `field`, with its place if there are several."""
+    from PIL.Image import Image
+
+    if _is_array(given, 4):
+        return tuple(cast("NDArray[np.uint8]", given))
+    if not isinstance(given, str | bytes | Path | Image) and not _is_array(given, 3):
+        several = list(cast("Sequence[Picture]", given))
+        names = [field] if len(several) == 1 else [f"{field}[{at}]" for at in range(len(several))]
+        return tuple(read_picture(one, name) for one, name in zip(several, names, strict=True))
+    return (read_picture(cast(Picture, given), field),)
+
+
+def read_picture(given: Picture, field: str = "image") -> "NDArray[np.uint8]":
+    """One picture, as in `read_pictures`."""
+    import numpy as np
+
+    if _is_array(given, 3):
+        return cast("NDArray[np.uint8]", given)
+    image = _opened(given, field)
+    form = "RGBA" if _is_transparent(image) else "RGB"
+    return np.asarray(image if image.mode == form else image.convert(form), dtype=np.uint8)
+
+
+def read_mask(given: Picture, field: str = "mask") -> "NDArray[np.uint8]":
+    """A mask as uint8 (height, width): 255 where the image is to be painted anew.
+
+    As in OpenAI's API a picture with an alpha channel says it by transparency; any other by its white."""
+    import numpy as np
+
+    if _is_array(given, 2):
+        return cast("NDArray[np.uint8]", given)
+    if _is_array(given, 3):
+        from PIL.Image import fromarray
+
+        given = fromarray(given)
+    image = _opened(given, field)
+    if _has_alpha(image):
+        return mask_of(np.asarray(image.convert("RGBA"), dtype=np.uint8))
+    return np.asarray(image.convert("L"), dtype=np.uint8)
+
+
+def mask_of(picture: "NDArray[np.uint8]") -> "NDArray[np.uint8]":
+    """The mask that the transparency of a picture (height, width, 4) is."""
+    return 255 - picture[:, :, 3]
+
+
+def _is_array(given: object, ndim: int) -> bool:
+    import numpy as np
+
+    return isinstance(given, np.ndarray) and given.ndim == ndim
+
+
+def _has_alpha(image: "Image") -> bool:
+    return image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info
+
+
+def _is_transparent(image: "Image") -> bool:
+    return _has_alpha(image) and image.convert("RGBA").getextrema()[3][0] < 255
+
+
+def _opened(given: object, field: str) -> "Image":
+    from PIL.Image import Image
+
+    if isinstance(given, Image):
+        _check_size(given, field)
+        return given
+    if isinstance(given, Path):
+        try:
+            given = given.read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"{field}: {error.strerror}: {str(given)!r}", field=field) from None
+    if isinstance(given, str):
+        given = _from_text(given, field)
+    if not isinstance(given, bytes):
+        raise InvalidRequest(
+            f"{field}: a {type(given).__name__} is no picture; give a PIL image, an array (height, width, 3 or 4), bytes,"
+            " a path, or a data URL",
+            field=field,
+        )
+    return _from_file(given, field)
+
+
+def _from_text(text: str, field: str) -> bytes:
+    if _SCHEME.match(text[:16]):
+        raise InvalidRequest(
+            f"{field}: URLs are not fetched here; send the picture as base64 or a data URL", field=field
+        )
+    prefix = _DATA_URL.match(text)
+    try:
+        return base64.b64decode("".join(text[prefix.end() if prefix else 0 :].split()), validate=True)
+    except ValueError:
+        raise InvalidRequest(f"{field}: this is not base64, nor a data URL with base64", field=field) from None
+
+
+def _from_file(raw: bytes, field: str) -> "Image":
+    """Upright, and unpacked."""
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(BytesIO(raw), formats=_FORMATS) as image:
+            _check_size(image, field)
+            return ImageOps.exif_transpose(image)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        raise InvalidRequest(f"{field}: this is not a whole png, jpeg or webp file", field=field) from None
+
+
+def _check_size(image: "Image", field: str) -> None:
+    width, height = image.size
+    if max(width, height) > MAX_PIXELS_A_SIDE or width * height > MAX_PIXELS:
+        raise InvalidRequest(f"{field}: {width}x{height} pixels is too large; send a smaller one", field=field)
