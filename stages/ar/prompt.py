@@ -3,7 +3,7 @@
 - `prompt_embeds`: embeddings in place of tokens, whose ids are then of no meaning. They are the whole prompt.
 - `tokens`: ids as they are. They are the whole prompt: a `prompt` beside them is not read.
 - `prompt` as Chat: the messages as they are, through the tokenizer's chat template.
-- `prompt` as Text: the stage's `prompt.template` and `prompt.system` around it, then the chat template as one user
+- `prompt` as Text, which may be empty for a companion: the stage's `prompt.template` and `prompt.system` around it, then the chat template as one user
   message; with `prompt.chat: false`, or a tokenizer without a chat template, the plain text, the system text first and a
   blank line between.
 """
@@ -110,8 +110,6 @@ class PromptReader:
         raise InvalidRequest(f"prompt must be text or chat messages, not {type(prompt).__name__}", field="prompt")
 
     def _text(self, text: str) -> tuple[int, ...]:
-        if not text:
-            return ()
         text = self._spec.template.replace("{prompt}", text)
         system = self._spec.system
         if self._tokenizer.chat_template is None or not self._spec.chat:

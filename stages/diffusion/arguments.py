@@ -117,6 +117,8 @@ def _check_inputs(job: Job, painter: Painter) -> None:
     embeds = [name for name in given if name.endswith("prompt_embeds") and not name.startswith("negative_")]
     if painter.recipe.needs_prompt and "prompt" not in given and not embeds:
         raise _refusal(painter, "needs a prompt", "prompt")
+    if "kv" in painter.signature and "kv" not in job.payloads:
+        raise _refusal(painter, "draws from a prompt's keys and values; link its input kv to an AR stage's kv", "kv")
     if painter.recipe.needs_image and "image" not in given:
         raise _refusal(painter, "needs an image to start from", "image")
     if painter.recipe.needs_mask and "mask_image" not in given:

@@ -24,6 +24,7 @@ from proto.params import Json
 from stages.demo.models import resolve_model
 from stages.devices import usable_device
 from stages.diffusion import library
+from stages.diffusion.builtin_pipelines import builtin_model, builtin_pipeline
 from stages.diffusion.families import corrected
 from stages.diffusion.own_code import OwnCode, find_own_code, own_pipeline_class, private_modules
 from stages.diffusion.recipes import Recipe, recipe_for
@@ -34,8 +35,8 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float32}
 _ABSENT: Final = [None, None]
 """What an index says of a component that the folder has not. A stage that gets embeddings needs no text encoder."""
-_NEGATIVES: Final = ("negative_prompt_embeds", "negative_generated_prompt_embeds")  # filled by companions
-_INPUTS: Final = (*(name for name in INPUTS["diffusion"] if name != "kv"), *_NEGATIVES)
+_NEGATIVES: Final = ("negative_prompt_embeds", "negative_generated_prompt_embeds", "negative_kv")  # from companions
+_INPUTS: Final = (*INPUTS["diffusion"], *_NEGATIVES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ def _pipeline_class(
             f"stage {stage}: {model.path!r} names its pipeline as {name!r}, which is neither a class nor [file, class]",
             stage=stage,
         )
-    found = getattr(diffusers, name, None) if name in dir(diffusers) else None
+    found = getattr(diffusers, name, None) if name in dir(diffusers) else builtin_pipeline(name)
     if not (isinstance(found, type) and issubclass(found, DiffusionPipeline)):
         origin = "model.pipeline_class" if model.pipeline_class else "model_index.json"
         raise StartError(
@@ -175,7 +176,7 @@ def _model_class(entry: Json) -> Json:
         if library_name == module.__name__ and name in dir(module):
             found = getattr(module, name)
             return found if isinstance(found, type) and issubclass(found, base) else None
-    return None
+    return builtin_model(library_name, name)
 
 
 def _describe(

@@ -176,6 +176,12 @@ def _lumina2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
     return replace(recipe, traits=_MASKED)
 
 
+def _painter(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
+    """It has no VAE: its latents are the picture itself, of one size."""
+    side = int(library.denoiser_setting(pipe, "sample_size"))
+    return replace(recipe, traits=_MASKED, latents=True, size_multiple=side)
+
+
 def _ltx2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
     return replace(recipe, size_multiple=math.lcm(recipe.size_multiple, 32), fps=24.0, final_latents=False)
 
@@ -190,6 +196,7 @@ _FAMILIES: Final[Mapping[str, Callable[[DiffusionPipeline, Recipe], Recipe]]] = 
     "LTX": _at_least(32, fps=24.0),
     "LTX2": _ltx2,
     "Mochi": _at_least(16, fps=30.0),
+    "Painter": _painter,
     "PixArt": _pixart,
     "QwenImage": _qwen_image,
     "Sana": _sana,

@@ -22,7 +22,7 @@ _OWNED = frozenset(
     {"self", "prompt", "negative_prompt", "width", "height", "num_inference_steps", "strength", "generator"}
     | {"guidance_scale", "num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt", "batch_size"}
     | {"output_type", "return_dict", "callback", "callback_steps", "callback_on_step_end", "image", "latents"}
-    | {"mask_image", "callback_on_partial_output"}
+    | {"mask_image", "kv", "negative_kv", "callback_on_partial_output"}
     | {"callback_on_step_end_tensor_inputs", "prior_callback_on_step_end", "prior_callback_on_step_end_tensor_inputs"}
 )
 """Arguments that the engine sets itself, from `DiffusionParams`, from inputs or by its contract."""

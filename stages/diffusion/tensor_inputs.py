@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch
 from PIL import Image
 
-from proto.errors import InvalidRequest
+from proto.deploy import Kind
+from proto.errors import InvalidRequest, StageFailed
 from proto.messages import Images, Tensor, Tokens
 from proto.numpy_tensors import from_wire as numpy_from_wire
 from proto.params import Json
 from proto.tensors import Dtype, WireTensor
 from proto.torch_tensors import from_wire
+from stages.diffusion import library
 from stages.diffusion.loading import Painter
 from stages.engine import Job, PulledPayload
 
@@ -35,7 +37,9 @@ def build(job: Job, painter: Painter) -> dict[str, Json]:
         elif isinstance(value, Tokens):
             found[name] = torch.tensor(value.ids, dtype=torch.int64)
     for name, payload in job.payloads.items():
-        if name in PICTURES:
+        if payload.descriptor.kind == Kind.KV.value:
+            arguments[name] = _keys_and_values(payload, name, painter)
+        elif name in PICTURES:
             arguments[name] = _pictures([_main_tensor(payload, name, painter)], name, painter)
         else:
             found.update(_payload_tensors(payload, name, painter))
@@ -72,6 +76,23 @@ def _payload_tensors(payload: PulledPayload, name: str, painter: Painter) -> dic
         if other not in painter.signature.tensors:
             raise _problem(painter, name, f"the payload's tensor {other!r} is no argument of {painter.info.model}")
     return {**further, name: from_wire(_main_tensor(payload, name, painter))}
+
+
+def _keys_and_values(payload: PulledPayload, name: str, painter: Painter) -> dict[str, torch.Tensor]:
+    """A language model's cache as the pipeline takes it: `k.<layer>` and `v.<layer>`, (1, heads, tokens, head_dim)."""
+    wanted = library.denoiser_setting(painter.pipe, "kv_layers") or ()
+    missing = [layer for layer in wanted if f"k.{layer}" not in payload.tensors or f"v.{layer}" not in payload.tensors]
+    if missing:
+        raise StageFailed(
+            f"stage {painter.stage}: {painter.info.model} reads the keys and values of layers {list(wanted)}, and"
+            f" {payload.descriptor.source} sent none of layer {missing[0]}; set"
+            f" stages.{payload.descriptor.source}.engine.kv_layers to {list(wanted)}",
+            stage=painter.stage,
+            field=name,
+        )
+    if payload.descriptor.meta.get("position_offset", 0) != 0:
+        raise _problem(painter, name, "its first token must stand at position 0")
+    return {key: _placed(from_wire(tensor), painter) for key, tensor in payload.tensors.items()}
 
 
 def _placed(tensor: torch.Tensor, painter: Painter) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Thinker:
         cache = self._prefilled()
         cache.batch_repeat_interleave(len(ids))
         seen = torch.cat([torch.ones(len(ids), self._prefix, dtype=torch.bool), mask], dim=1)
-        self._model.model(input_ids=rows, attention_mask=seen.long(), past_key_values=cache, use_cache=True)
+        self._model.model(input_ids=rows, attention_mask=seen.long(), cache=cache, use_cache=True)
         keys = torch.stack([cache.layers[n].keys[:, :, self._prefix :] for n in self._layers], dim=1)
         values = torch.stack([cache.layers[n].values[:, :, self._prefix :] for n in self._layers], dim=1)
         return TextKV(unrotated(keys, self.theta, self._prefix), values.clone(), mask)
@@ -81,13 +81,13 @@ class Thinker:
     def cached(self, caption: str) -> dict[str, torch.Tensor]:
         """One caption's KV as a serving stage caches and sends it: `k.<layer>`, rotated, and `v.<layer>`."""
         cache = DynamicCache(config=self._model.config)
-        self._model.model(input_ids=torch.tensor([self._ids(caption)]), past_key_values=cache, use_cache=True)
+        self._model.model(input_ids=torch.tensor([self._ids(caption)]), cache=cache, use_cache=True)
         keys = {f"k.{n}": cache.layers[n].keys.clone() for n in self._layers}
         return keys | {f"v.{n}": cache.layers[n].values.clone() for n in self._layers}
 
     def _prefilled(self) -> DynamicCache:
         cache = DynamicCache(config=self._model.config)
-        self._model.model(input_ids=self._prefix_ids, past_key_values=cache, use_cache=True)
+        self._model.model(input_ids=self._prefix_ids, cache=cache, use_cache=True)
         return cache
 
     def _ids(self, caption: str) -> list[int]:

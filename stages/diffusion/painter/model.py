@@ -95,7 +95,7 @@ class PainterTransformer2DModel(ModelMixin, ConfigMixin):  # type: ignore[misc]
         `hidden_states` (B, 3, S, S): the noisy one. `timestep` (B,) in 0..1: the part of it that is noise.
         `encoder_hidden_states`: what `read` gave. `encoder_attention_mask` (B, T): which of its tokens are meant.
         """
-        frequencies = self.time_frequencies(timestep * 1000).to(hidden_states.dtype)
+        frequencies = self.time_frequencies(timestep.float() * 1000).to(hidden_states.dtype)
         time = F.silu(self.time(frequencies))
         fine = self.stem(self.stem_in(F.pixel_unshuffle(hidden_states, _FINE)), time)
         tokens = self.embed(F.pixel_unshuffle(fine, 2).flatten(2).transpose(1, 2)) + self.positions

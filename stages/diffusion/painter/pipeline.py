@@ -7,6 +7,7 @@ Rectified flow with clean-image prediction: the velocity that the scheduler step
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from diffusers.image_processor import VaeImageProcessor
@@ -53,6 +54,8 @@ class PainterPipeline(DiffusionPipeline):  # type: ignore[misc]
         self,
         kv: CachedKV,
         negative_kv: CachedKV | None = None,
+        height: int | None = None,
+        width: int | None = None,
         num_inference_steps: int = 20,
         guidance_scale: float = 3.0,
         num_images_per_prompt: int = 1,
@@ -69,6 +72,9 @@ class PainterPipeline(DiffusionPipeline):  # type: ignore[misc]
         `latents`: noise (B, 3, S, S). `output_type`: pil, np, pt, or latent for the last step's values, about -1 to 1.
         Raises `ValueError` for keys and values that are not those of the layers and sizes that the transformer reads.
         """
+        side = self.transformer.config.sample_size
+        if (height or side, width or side) != (side, side):
+            raise ValueError(f"the painter draws {side} x {side} pixels, not {width or side} x {height or side}")
         self._guidance_scale = guidance_scale
         self._interrupt = False
         guided = negative_kv is not None and guidance_scale > 1
@@ -76,21 +82,23 @@ class PainterPipeline(DiffusionPipeline):  # type: ignore[misc]
         texts = [self._text(negative_kv, "negative_kv"), text] if guided and negative_kv is not None else [text]
         states, mask = self._read(texts, num_images_per_prompt)
         rows = text.mask.shape[0] * num_images_per_prompt
+        dtype = self.transformer.dtype
         latents = self.prepare_latents(rows, generator, latents)
-        self.scheduler.set_timesteps(num_inference_steps, device=latents.device)
+        sigmas = np.linspace(1.0, 1.0 / num_inference_steps, num_inference_steps)
+        self.scheduler.set_timesteps(sigmas=sigmas, device=latents.device)
         self._num_timesteps = len(self.scheduler.timesteps)
         with self.progress_bar(total=num_inference_steps) as bar:
             for step, timestep in enumerate(self.scheduler.timesteps):
                 if self._interrupt:
                     continue
-                sigma = (timestep / self.scheduler.config.num_train_timesteps).to(latents.dtype)
+                sigma = timestep / self.scheduler.config.num_train_timesteps
                 noisy = torch.cat([latents] * len(texts))
                 clean = self.transformer(
-                    hidden_states=noisy,
+                    hidden_states=noisy.to(dtype),
                     timestep=sigma.expand(noisy.shape[0]),
                     encoder_hidden_states=states,
                     encoder_attention_mask=mask,
-                )
+                ).float()
                 if guided:
                     without, with_text = clean.chunk(2)
                     clean = without + guidance_scale * (with_text - without)
@@ -100,21 +108,23 @@ class PainterPipeline(DiffusionPipeline):  # type: ignore[misc]
                     given = {"latents": latents} if "latents" in callback_on_step_end_tensor_inputs else {}
                     latents = callback_on_step_end(self, step, timestep, given).get("latents", latents)
                 bar.update()
-        images = latents if output_type == "latent" else self._images(latents, output_type)
+        images = (
+            latents if output_type == "latent" else self.image_processor.postprocess(latents, output_type=output_type)
+        )
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images) if return_dict else (images,)
 
     def prepare_latents(
         self, rows: int, generator: torch.Generator | list[torch.Generator] | None, latents: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Noise of one picture a row, in the transformer's dtype."""
+        """Noise of one picture a row, in float32: the many small steps are not rounded to the transformer's dtype."""
         config = self.transformer.config
         shape = (rows, config.in_channels, config.sample_size, config.sample_size)
         if latents is not None:
             if tuple(latents.shape) != shape:
                 raise ValueError(f"latents must be of shape {shape}, not {tuple(latents.shape)}")
-            return latents.to(self._execution_device, self.transformer.dtype)
-        return randn_tensor(shape, generator=generator, device=self._execution_device, dtype=self.transformer.dtype)
+            return latents.to(self._execution_device, torch.float32)
+        return randn_tensor(shape, generator=generator, device=self._execution_device, dtype=torch.float32)
 
     def _text(self, cached: CachedKV, name: str) -> TextKV:
         """As the transformer reads it: without positions, and without the first tokens, which every prompt has."""
@@ -144,6 +154,3 @@ class PainterPipeline(DiffusionPipeline):  # type: ignore[misc]
             states.append(torch.nn.functional.pad(read, (0, 0) * 4 + (0, missing)).repeat_interleave(each, dim=0))
             masks.append(torch.nn.functional.pad(text.mask.to(device), (0, missing)).repeat_interleave(each, dim=0))
         return torch.cat(states), torch.cat(masks)
-
-    def _images(self, latents: torch.Tensor, output_type: str) -> object:
-        return self.image_processor.postprocess(latents.float(), output_type=output_type)
