@@ -102,7 +102,8 @@ class PromptReader:
             raise InvalidRequest(f"tokens must be token ids, not {type(given).__name__}", field="tokens")
         prompt = job.inputs.get("prompt")
         if isinstance(prompt, Text):
-            return self._text(prompt.text), "prompt"
+            empty = not prompt.text and bool(job.emit)  # a companion may be empty; nobody can be answered
+            return () if empty else self._text(prompt.text), "prompt"
         if isinstance(prompt, Chat):
             return self._chat(prompt), "messages"
         if prompt is None:
