@@ -7,11 +7,13 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from launch.parallel_checks import parallel_findings
+from launch.vllm_checks import VLLM, vllm_findings
 from omni.graph import Finding
 from proto.deploy import (
     DEMO_MODELS,
@@ -47,6 +49,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
         yield from _model_findings(stage, path, check_paths)
         yield from _lora_findings(stage, path, check_paths)
     yield from _encoder_findings(deploy)
+    yield from vllm_findings(deploy)
 
 
 def _master_findings(master: MasterSpec) -> Iterator[Finding]:
@@ -116,6 +119,8 @@ def _device_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
         if not DEVICE.fullmatch(device):
             message = f"{device!r} is not a device; write cpu, cuda, cuda:N, mps or xpu:N"
             yield Finding(f"{path}.devices[{at}]", message)
+    if stage.python is not None and shutil.which(os.path.expanduser(stage.python)) is None:
+        yield Finding(f"{path}.python", f"{stage.python!r} is no program on this machine")
     for name, value in stage.env.items():
         if not ENV_NAME.fullmatch(name) or "\0" in value:
             yield Finding(f"{path}.env.{name}", "is not a name and value that a process can have in its environment")
@@ -123,8 +128,10 @@ def _device_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
 
 def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
     use = stage.engine.use
-    if use != "builtin" and not ENGINE.fullmatch(use):
-        yield Finding(f"{path}.engine.use", f"{use!r} is neither `builtin` nor of the form package.module:Class")
+    if use not in ("builtin", VLLM) and not ENGINE.fullmatch(use):
+        yield Finding(
+            f"{path}.engine.use", f"{use!r} is neither `builtin` nor `vllm` nor of the form package.module:Class"
+        )
     if use == "builtin" and stage.engine.options:
         names = ", ".join(stage.engine.options)
         yield Finding(

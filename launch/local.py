@@ -76,7 +76,7 @@ class LocalLauncher:
             env, device = child_environment(self._deploy.stages[stage], replica, self._deploy)
             up_read, up_write = os.pipe()
             command = [
-                *(sys.executable, "-m", "launch.stage", "--master", self._master, "--stage", stage),
+                *(self._python(stage), "-m", "launch.stage", "--master", self._master, "--stage", stage),
                 *(
                     "--replica",
                     str(replica),
@@ -109,6 +109,10 @@ class LocalLauncher:
             watcher = threading.Thread(target=self._watch, args=(child,), name=f"watch-{process.pid}", daemon=True)
             self._watchers.append(watcher)
             watcher.start()
+
+    def _python(self, stage: StageName) -> str:
+        own = self._deploy.stages[stage].python
+        return sys.executable if own is None else os.path.expanduser(own)
 
     def _watch(self, child: _Child) -> None:
         code = child.process.wait()

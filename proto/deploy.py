@@ -174,7 +174,7 @@ class LoraSpec(_Section, frozen=True):
 
 
 class ArEngineSpec(_Section, frozen=True):
-    use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
+    use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or vllm, or package.module:Class
     max_num_seqs: Count = 16  # sequences that run at one time
     max_num_batched_tokens: Count = (
         512  # tokens in one step: answers first, then chunks of prompts; at least max_num_seqs
@@ -225,6 +225,7 @@ class _Stage(_Section, frozen=True, tag_field="kind"):
         None  # CPU threads of one replica; default: cores shared by the local replicas and their ranks
     )
     env: dict[str, str] = {}  # further environment of the local replicas
+    python: str | None = None  # interpreter of the local replicas; default: the launcher's own
     inputs: dict[str, Link] = {}
     edge: EdgeSpec = EdgeSpec()
     output: Kind | None = None  # what a caller may ask of this stage

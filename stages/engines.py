@@ -11,10 +11,12 @@ from stages.engine import Engine
 
 BUILTIN: Final = {"ar": "stages.ar.engine:ArEngine", "diffusion": "stages.diffusion.engine:DiffusionEngine"}
 
+NAMED: Final = {"vllm": "stages.ar.vllm_engine:VllmEngine"}
+
 
 def engine_factory(spec: StageSpec) -> Callable[[], Engine]:
     """Makes the engine when called, in the thread that will own it: its imports (torch) are slow. Raises `StartError`."""
-    path = BUILTIN[kind_of(spec)] if spec.engine.use == "builtin" else spec.engine.use
+    path = BUILTIN[kind_of(spec)] if spec.engine.use == "builtin" else NAMED.get(spec.engine.use, spec.engine.use)
 
     def make() -> Engine:
         module, _, name = path.partition(":")

@@ -2,7 +2,7 @@
 
 `python -m tests.bench.bench_ar` takes SmolLM2-135M-Instruct (128 tokens in, 128 out, greedy). Set the threads for all of
 them alike: `OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE`. `--vllm PYTHON` names the interpreter of a venv that has vLLM; it
-is run as a process of its own, before the others. Tokens per second are of the whole run, prompts included.
+runs in a process of its own, which takes its turn with the others. Tokens per second are of the whole run, prompts included.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from stages.ar.sampling import Picker, SamplingRule, picker
 from stages.ar.scheduler import Limits, Scheduler, Track
 from stages.demo.models import resolve_model
 from stages.engine import Finished, Job, LoadContext
+from tests.bench.ar_vllm_peer import MARK
 from tests.bench.report import alternate, machine, median, table
 
 DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16"}
@@ -115,14 +117,43 @@ class Continuous:
         self._manager.stop(block=True)
 
 
-def vllm(python: str, path: Path, dtype: str, batches: Sequence[Sequence[Prompt]], new: int) -> list[float]:
-    """Seconds for each batch, in a process of vLLM's own."""
-    ask = {"model": str(path), "dtype": DTYPES[dtype], "batches": batches, "new": new}
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    out = subprocess.run([python, str(PEER)], input=json.dumps(ask), env=environment, capture_output=True, text=True)
-    if out.returncode:
-        raise SystemExit(f"vLLM did not run: {out.stderr[-2000:]}")
-    return [float(one) for one in json.loads(out.stdout.strip().splitlines()[-1])]
+class Vllm:
+    """vLLM in a process of its own, which waits while others are measured. `ready` and `rss`: seconds and bytes."""
+
+    def __init__(self, python: str, path: Path, dtype: str, *, eager: bool, preload: str | None) -> None:
+        settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{torch.get_num_threads() - 1}"
+        settings |= {"LD_PRELOAD": preload} if preload else {}
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # as long as the process
+        self._process = subprocess.Popen(
+            [python, str(PEER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+        )
+        told = self._ask({"model": str(path), "dtype": DTYPES[dtype], "eager": eager})
+        self.ready, self.rss = told["ready"], told["rss"]
+
+    def run(self, batch: Sequence[Prompt], new: int) -> float:
+        return self._ask({"prompts": batch, "new": new})["seconds"]
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _ask(self, what: dict[str, object]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, float] = json.loads(line.removeprefix(MARK))
+                return found
+        self._log.seek(0)
+        raise SystemExit(f"vLLM did not run: {self._log.read()[-2000:]}")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -135,49 +166,54 @@ def throughput(
     new: int,
     rounds: int,
     counts: Sequence[int],
-    vllm_python: str | None,
+    vllm: Callable[[], Vllm] | None,
 ) -> str:
     ours = make()
     vocabulary, context = 40_000, ours.info.context_length or 512
     vocabulary = min(vocabulary, int(ours.engine._loaded.intake._loaded.vocabulary))
     length = min(128, context // 4)
     new = min(new, context - length)
-    batches = [prompts(count, length, vocabulary) for count in counts]
-    theirs = vllm(vllm_python, path, dtype, batches, new) if vllm_python else None
     stock = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPES[dtype])).eval()
     paged = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, DTYPES[dtype])).eval()
     continuous = Continuous(paged, tokens=max(counts) * (length + new))
+    theirs = vllm() if vllm else None
     rows = []
+
+    def measure(name: str, batch: Sequence[Prompt], new: int) -> None:
+        candidates: dict[str, Callable[[], float]] = {
+            "ours": partial(ours.run, batch, new),
+            "generate": partial(generate, stock, batch, new),
+            "continuous": partial(continuous.run, [(0.0, prompt, new) for prompt in batch]),
+        }
+        if theirs is not None:
+            candidates["vLLM"] = partial(theirs.run, batch, new)
+        seconds = {one: median(figures) for one, figures in alternate(candidates, rounds).items()}
+        speeds = [len(batch) * new / one for one in seconds.values()]
+        rows.append([f"{dtype}, {name}", *speeds, *(one / seconds["ours"] for one in list(seconds.values())[1:])])
+
     try:
-        for number, batch in enumerate(batches):
-            work = [(0.0, prompt, new) for prompt in batch]
-            candidates: dict[str, Callable[[], float]] = {
-                "ours": partial(ours.run, batch, new),
-                "generate": partial(generate, stock, batch, new),
-                "continuous": partial(continuous.run, work),
-            }
-            speed = {name: len(batch) * new / median(one) for name, one in alternate(candidates, rounds).items()}
-            row = [f"{dtype}, n = {len(batch)}", speed["ours"], speed["generate"], speed["continuous"]]
-            row += [speed["ours"] / speed["generate"], speed["ours"] / speed["continuous"]]
-            if theirs is not None:
-                other = len(batch) * new / theirs[number]
-                row += [other, speed["ours"] / other]
-            rows.append(row)
+        for count in counts:
+            measure(f"n = {count}", prompts(count, length, vocabulary), new)
+        measure(f"prompts only, n = {counts[-1]}", prompts(counts[-1], length, vocabulary), 1)
         ragged = ragged_work(16, length, new, vocabulary)
-        answers = sum(one[2] for one in ragged)
         figures = alternate(
             {"ours": partial(ours.arrivals, ragged), "continuous": partial(continuous.run, ragged)}, rounds
         )
-        speed = {name: answers / median(one) for name, one in figures.items()}
-        blank: list[object] = [f"{dtype}, 16 ragged arrivals", speed["ours"], "", speed["continuous"], ""]
-        rows.append([*blank, speed["ours"] / speed["continuous"], *(["", ""] if theirs is not None else [])])
+        speed = {name: sum(one[2] for one in ragged) / median(one) for name, one in figures.items()}
+        blank = [""] if theirs is not None else []
+        row: list[object] = [f"{dtype}, 16 ragged arrivals", speed["ours"], "", speed["continuous"], *blank]
+        rows.append([*row, "", speed["ours"] / speed["continuous"], *blank])
     finally:
         continuous.close()
-    header = ["", "ours", "generate", "continuous", "x generate", "x continuous"]
-    header += ["vLLM", "x vLLM"] if theirs is not None else []
-    del ours, stock, paged, continuous
+        if theirs is not None:
+            theirs.close()
+    peer = ["vLLM"] if theirs is not None else []
+    header = ["", "ours", "generate", "continuous", *peer, "x generate", "x continuous", *(f"x {one}" for one in peer)]
+    title = f"tokens/s, {length} tokens in, {new} out, greedy"
+    if theirs is not None:
+        title += f" (vLLM was ready after {theirs.ready:.0f} s with {theirs.rss / 2**30:.1f} GiB)"
     gc.collect()
-    return table(f"tokens/s, {length} tokens in, {new} out, greedy", header, rows)
+    return table(title, header, rows)
 
 
 def ragged_work(count: int, length: int, new: int, vocabulary: int) -> list[tuple[float, Prompt, int]]:
@@ -300,6 +336,10 @@ def main() -> None:
     parser.add_argument("--pack", action="store_true", help="ours with engine.pack_weights")
     parser.add_argument("--compile", action="store_true", help="ours with engine.compile")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of a venv that has vLLM")
+    parser.add_argument(
+        "--vllm-preload", metavar="FILES", help="LD_PRELOAD of vLLM: tcmalloc and its OpenMP, for its best"
+    )
+    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler: starts sooner, runs slower")
     given = parser.parse_args()
     path = resolve_model(given.model, lambda note, done: None)
     dtypes = list(DTYPES) if given.dtype == "both" else [given.dtype]
@@ -317,7 +357,9 @@ def main() -> None:
                 new,
                 rounds,
                 counts,
-                given.vllm,
+                partial(Vllm, given.vllm, path, one, eager=given.eager, preload=given.vllm_preload)
+                if given.vllm
+                else None,
             )
             for one in dtypes
         ],
