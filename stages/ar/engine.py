@@ -10,6 +10,7 @@ running its chunks one by one.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
@@ -17,10 +18,11 @@ from functools import partial
 import msgspec
 import torch
 
-from proto.errors import InvalidRequest, OmniError, StageFailed
+from proto.calls import Method, NoArgs
+from proto.errors import OmniError, StageFailed
 from proto.ids import RequestId
 from proto.messages import StageInfo, Started, TextDelta
-from proto.params import Json
+from proto.params import Json, lora_use
 from stages.ar.answers import finished
 from stages.ar.metrics import Metrics
 from stages.ar.ranks import lead
@@ -30,8 +32,10 @@ from stages.ar.scheduler import Chunk, Plan
 from stages.ar.sequence import Sequence
 from stages.ar.startup import Parts, start
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
+from stages.operator_calls import OperatorCalls
 from stages.parallel.distributed import leave
 from stages.parallel.group import Group
+from stages.rpc import Handler
 
 
 class ArEngine:
@@ -52,8 +56,19 @@ class ArEngine:
         """Load `model.path` (a folder, a GGUF file or demo://NAME). Raises `StartError`."""
         if context.ranks:
             self._group, context = lead(context)
-        self._parts = start(context, self._group)
-        return self._parts.info
+        parts = self._parts = start(context, self._group)
+        reset = Handler(NoArgs, lambda _: parts.scheduler.blocks.forget())
+        self._operator = OperatorCalls(
+            parts.stage,
+            parts.info,
+            parts.loras,
+            parts.bed,
+            self._lora_uses,
+            lambda: self._metrics.report(parts.scheduler),
+            {Method.RESET_PREFIX_CACHE: reset},
+        )
+        self._operator.load_from_deploy(context)
+        return self._operator.info
 
     @property
     def has_work(self) -> bool:
@@ -61,7 +76,9 @@ class ArEngine:
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises `InvalidRequest` naming the field if it cannot run, now or ever."""
-        sequence = self._loaded.intake.sequence(job)
+        intake = self._loaded.intake
+        self._operator.check(lora_use(job.params))
+        sequence = intake.sequence(job)
         try:
             self._loaded.scheduler.add(sequence.track)
         except OmniError as error:
@@ -93,24 +110,13 @@ class ArEngine:
         return [one for one in self._sequences.values() if one.job.request == request]
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
-        """`stats`: requests, pages, times and counters. `info`: what `load` returned. `reset_prefix_cache`: forget all
-        prefixes; how many pages were known. None takes arguments."""
-        methods: dict[str, Callable[[], Json]] = {
-            "stats": lambda: self._metrics.report(self._loaded.scheduler),
-            "info": lambda: msgspec.to_builtins(self._loaded.info),
-            "reset_prefix_cache": lambda: self._loaded.scheduler.blocks.forget(),
-        }
-        stage = self._loaded.stage
-        if method not in methods:
-            known = ", ".join(methods)
-            raise InvalidRequest(
-                f"stage {stage}: there is no method {method!r}; there are {known}", stage=stage, field="method"
-            )
-        if args:
-            raise InvalidRequest(
-                f"stage {stage}: method {method!r} takes no arguments, got {sorted(args)}", stage=stage, field="args"
-            )
-        return methods[method]()
+        """See `stages.operator_calls`. `reset_prefix_cache`: forget all prefixes; how many pages were known."""
+        return self._operator.call(method, args)
+
+    def _lora_uses(self) -> Counter[str]:
+        """Requests under way, by adapter."""
+        used = {one.job.request: use.name for one in self._sequences.values() if (use := lora_use(one.job.params))}
+        return Counter(used.values())
 
     def stats(self) -> EngineStats:
         if self._parts is None:
@@ -121,6 +127,8 @@ class ArEngine:
     def close(self) -> None:
         """Forget every request and the model."""
         self._sequences.clear()
+        if self._parts is not None:
+            self._operator.close()
         self._parts = None
         if self._group is not None:
             self._group.close()

@@ -12,10 +12,11 @@ from proto.deploy import OUTPUTS, ArStage, KvAt
 from proto.errors import InvalidRequest, OmniError
 from proto.ids import RequestId, StageName
 from proto.messages import TokenChance, TokenLogprobs
-from proto.params import SamplingParams
+from proto.params import SamplingParams, lora_use
 from stages.ar.detokenizer import Decode, Detokenizer
 from stages.ar.grammar import Grammars
 from stages.ar.loading import LoadedModel
+from stages.ar.loras import ArLoras
 from stages.ar.prompt import PromptReader, answer_length
 from stages.ar.sampler import Logprobs
 from stages.ar.sampling import decide, picker
@@ -33,8 +34,16 @@ class Intake:
     can hold."""
 
     def __init__(
-        self, stage: StageName, spec: ArStage, loaded: LoadedModel, outputs: tuple[str, ...], *, pool: int
+        self,
+        stage: StageName,
+        spec: ArStage,
+        loaded: LoadedModel,
+        outputs: tuple[str, ...],
+        loras: ArLoras,
+        *,
+        pool: int,
     ) -> None:
+        self._loras = loras
         self._pool = pool
         self._grammars = Grammars(loaded.tokenizer, loaded.vocabulary, loaded.eos)
         self._stage = stage
@@ -81,13 +90,15 @@ class Intake:
             )
         prefill_only = wanted <= self._prefill_outputs
         length = self._length(params, prompt)
+        lora = self._loras.choice(lora_use(params))
         whole = params.prompt_logprobs is not None or "hidden" in wanted
         track = Track(
             request=job.request,
             tokens=tokens,
             longest=prompt if prefill_only else prompt + length,
             priority=params.priority or 0,
-            salt=_salt(params, embeds),
+            salt=_salt(params, embeds, lora),
+            lora=lora,
             reads_cache=not whole,  # what tokens gave that were read for somebody else is not kept
         )
         rule = decide(params, self._loaded.generation, self._loaded.eos, self._encode)
@@ -189,9 +200,11 @@ class Intake:
             raise InvalidRequest(f"output {name!r} can go to another stage only, not to a caller", field="outputs")
 
 
-def _salt(params: SamplingParams, embeds: torch.Tensor | None) -> str:
-    """Equal embeddings share their prefixes, and with nothing else."""
+def _salt(params: SamplingParams, embeds: torch.Tensor | None, lora: tuple[int, float] | None) -> str:
+    """Equal embeddings share their prefixes, and with nothing else. So do requests of one adapter at one scale."""
     salt = params.cache_salt or ""
+    if lora is not None:
+        salt = f"{salt}\0lora {lora[0]} {lora[1]!r}"
     if embeds is None:
         return salt
     content = xxhash.xxh3_128_hexdigest(embeds.contiguous().view(torch.uint8).numpy())

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from proto.deploy import ArStage, ArTask
 from proto.errors import StageFailed, StartError
 from proto.ids import RequestId
-from stages.ar.runner import LOGITS_ONLY, Output, Runner, Wish
+from stages.ar.runner import LOGITS_ONLY, Output, Runner, Slept, Wish
 from stages.ar.scheduler import Chunk, Track
 from stages.demo.models import resolve_model
 from stages.devices import usable_device
@@ -141,6 +141,16 @@ class Wipe:
     pages: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wake:
+    """Have it again."""
+
+
 class GroupRunner:
     """The first rank's runner: a `Runner` that has all ranks do what it is asked for. `heads` are the key-value heads of a
     layer in all ranks together."""
@@ -169,6 +179,13 @@ class GroupRunner:
 
     def wipe(self, pages: Sequence[int]) -> None:
         self._group.run(Wipe(tuple(pages)), lambda: self._runner.wipe(pages))
+
+    def sleep(self) -> Slept:
+        """What this rank gave back."""
+        return self._group.run(Sleep(), self._runner.sleep)
+
+    def wake(self) -> None:
+        self._group.run(Wake(), self._runner.wake)
 
     def forget(self, track: Track) -> None:
         self._runner.forget(track)
@@ -217,6 +234,10 @@ class FollowingRunner:
                 self._runner.embed(self._track(name), embeds)
             case GiveKv(name, layer, tokens):
                 whole_kv(self._runner, self._tracks[name], layer, tokens, self._heads)
+            case Sleep():
+                self._runner.sleep()
+            case Wake():
+                self._runner.wake()
             case Wipe(pages):
                 self._runner.wipe(pages)
             case _:

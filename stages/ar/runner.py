@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,9 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from proto.errors import StageFailed
+from stages import sleeping
 from stages.ar.attention import BATCH, NAME, Backend, Batch, Layer, Piece, Traits
+from stages.ar.loras import adapters_of
 from stages.ar.scheduler import Chunk, Track
 
 
@@ -86,6 +88,21 @@ class Runner(Protocol):
         """The track is done or gone."""
         ...
 
+    def sleep(self) -> "Slept":
+        """Give the pages' memory back, with what is in them, and an accelerator's with the weights, until `wake`."""
+        ...
+
+    def wake(self) -> None:
+        """Have the weights again, and empty pages. Raises what PyTorch raises if there is no memory."""
+        ...
+
+
+class Slept(NamedTuple):
+    """Bytes of pages that were given back, and of weights that went to the host."""
+
+    pages: int
+    weights: int
+
 
 class _Model:
     """The call that both runners make."""
@@ -106,6 +123,13 @@ class _Model:
         whole = out.last_hidden_state if self._headless else out.logits
         out.logits = whole[:, rows]
         return out
+
+    def to_host(self, device: torch.device) -> int:
+        """The weights. Bytes that were moved: none from a CPU, where they are."""
+        return sleeping.to_host([self._model], device)
+
+    def to_device(self, device: torch.device) -> None:
+        sleeping.to_device([self._model], device)
 
     def embedded(self, ids: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """The model's argument for `ids` (1, T), of which some are only places of given embeddings (t, D) from row on."""
@@ -142,7 +166,7 @@ class PagedRunner:
         places = self._given.places(chunks, firsts)
         token = BATCH.set(_Forward(self._layers, self._backend, batch))
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), adapters_of(chunks, self._device):
                 out = self._call(
                     torch.tensor(rows or [0], device=self._device),
                     **self._call.embedded(ids, places),
@@ -185,6 +209,20 @@ class PagedRunner:
         """The pages of each chunk's sequence, (chunks, pages of `longest` tokens), padded with page 0 or what was there."""
         seats = [self._tables.seat(chunk.track) for chunk in chunks]
         return self._tables.array[seats, : -(-longest // self._page)]
+
+    def sleep(self) -> Slept:
+        tensors = [one for layer in self._layers for one in (layer.keys, layer.values)]
+        self._sizes = [one.untyped_storage().nbytes() for one in tensors]
+        for one in tensors:
+            one.untyped_storage().resize_(0)
+        return Slept(sum(self._sizes), self._call.to_host(self._device))
+
+    def wake(self) -> None:
+        self._call.to_device(self._device)
+        tensors = [one for layer in self._layers for one in (layer.keys, layer.values)]
+        for one, size in zip(tensors, self._sizes, strict=True):
+            one.untyped_storage().resize_(size)
+            one.zero_()
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Ids and positions, (1, T) each, and where everything goes."""
@@ -334,7 +372,7 @@ class StockRunner:
         cache = self._caches[key]
         ids = torch.tensor([chunk.track.tokens[chunk.start : chunk.end]], dtype=torch.int64, device=self._device)
         rows = range(chunk.count) if scored else [chunk.count - 1]
-        with torch.inference_mode():
+        with torch.inference_mode(), adapters_of([chunk], self._device):
             out = self._call(
                 torch.tensor(rows, device=self._device),
                 **self._call.embedded(ids, self._given.places([chunk], [0])),
@@ -361,6 +399,12 @@ class StockRunner:
 
     def wipe(self, pages: Sequence[int]) -> None:
         """Each sequence has a cache of its own: there is nothing to wipe."""
+
+    def sleep(self) -> Slept:
+        return Slept(0, self._call.to_host(self._device))
+
+    def wake(self) -> None:
+        self._call.to_device(self._device)
 
     def forget(self, track: Track) -> None:
         self._caches.pop(id(track), None)

@@ -50,6 +50,7 @@ class Track:
     longest: int
     priority: int = 0  # higher goes first
     salt: str = ""
+    lora: tuple[int, float] | None = None  # the adapter and its scale that its tokens are computed with
     reads_cache: bool = True
     rank: int = 0
     computed: int = 0  # tokens whose keys and values are in its pages

@@ -12,9 +12,11 @@ from proto.deploy import OUTPUTS, ArEngineSpec, ArStage, ArTask, KvAt
 from proto.errors import OmniError, StartError
 from proto.ids import RequestId, StageName
 from proto.messages import StageInfo
+from stages.ar.bed import ArBed
 from stages.ar.exports import Exports, kv_payload
 from stages.ar.intake import Intake
 from stages.ar.loading import LoadedModel, load_model
+from stages.ar.loras import ArLoras
 from stages.ar.packing import pack
 from stages.ar.pool import Engine, build
 from stages.ar.ranks import GroupRunner, key_value_heads
@@ -41,6 +43,8 @@ class Parts:
     info: StageInfo
     exports: Exports
     heads: int
+    loras: ArLoras
+    bed: ArBed
 
 
 def start(context: LoadContext, ranks: Group | Line | None = None) -> Parts:
@@ -68,16 +72,18 @@ def start(context: LoadContext, ranks: Group | Line | None = None) -> Parts:
         params=tuple(name for name in spec.defaults.__struct_fields__ if name != "extra"),
         context_length=loaded.context,
     )
+    pool = engine.scheduler.blocks.usable * engine.scheduler.blocks.size
+    loras = ArLoras(context.stage, loaded.model, spec)
     return Parts(
         stage=context.stage,
-        intake=Intake(
-            context.stage, spec, loaded, outputs, pool=engine.scheduler.blocks.usable * engine.scheduler.blocks.size
-        ),
+        intake=Intake(context.stage, spec, loaded, outputs, loras, pool=pool),
         exports=Exports(runner, spec.engine, kv_layers, hidden_layers, _kv_token(loaded, spec, context)),
         scheduler=engine.scheduler,
         runner=runner,
         info=info,
         heads=heads,
+        loras=loras,
+        bed=ArBed(runner, engine.scheduler, loaded.device),
     )
 
 

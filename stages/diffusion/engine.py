@@ -16,6 +16,7 @@ from typing import Final
 
 import torch
 
+from proto.calls import Method, NoArgs
 from proto.deploy import DiffusionStage
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
 from proto.ids import RequestId
@@ -24,11 +25,11 @@ from proto.params import Json, LoraUse
 from stages.diffusion import library, parking
 from stages.diffusion.admission import AtOnce, ForCompany
 from stages.diffusion.arguments import check, pixels
+from stages.diffusion.bed import PainterBed
 from stages.diffusion.faults import to_error
 from stages.diffusion.forms import Form
 from stages.diffusion.loading import Painter, load_painter
 from stages.diffusion.loras import Loras
-from stages.diffusion.operator_calls import OperatorCalls
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
@@ -36,6 +37,8 @@ from stages.diffusion.request import PaintRequest, resume_all
 from stages.diffusion.runner import Runner, lacks_memory
 from stages.diffusion.scheduler import Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
+from stages.operator_calls import OperatorCalls
+from stages.rpc import Handler
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +77,15 @@ class DiffusionEngine:
         self._prompts = PromptCache(spec.prompt_cache)
         self._previews = Previews(painter, spec.preview_every)
         self._loras = Loras(painter)
-        self._operator = OperatorCalls(painter, self._loras, self._prompts, self._lora_uses, self._numbers)
+        self._operator = OperatorCalls(
+            painter.stage,
+            painter.info,
+            self._loras,
+            PainterBed(painter, self._prompts),
+            self._lora_uses,
+            self._numbers,
+            {Method.CLEAR_CACHE: Handler(NoArgs, self._clear_cache)},
+        )
         self._operator.load_from_deploy(context)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         context.report("ready", 1.0)
@@ -87,9 +98,8 @@ class DiffusionEngine:
     def submit(self, job: Job) -> None:
         """Raises `InvalidRequest` naming the field, if the pipeline could not run the job."""
         painter = self._loaded()
-        self._operator.check_awake()
         request = PaintRequest(job, check(job, painter), painter)
-        self._loras.check(request.lora)
+        self._operator.check(request.lora)
         try:
             self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter))
         except OverBudget as error:
@@ -124,7 +134,7 @@ class DiffusionEngine:
             self._counts["aborted"] += 1
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
-        """See `stages.diffusion.operator_calls`."""
+        """See `stages.operator_calls`. `clear_cache`: forget encoded prompts."""
         return self._operator.call(method, args)
 
     def stats(self) -> EngineStats:
@@ -270,6 +280,10 @@ class DiffusionEngine:
 
     def _lora_uses(self) -> Counter[str]:
         return Counter(request.lora.name for request in self._requests.values() if request.lora is not None)
+
+    def _clear_cache(self, _: NoArgs) -> dict[str, Json]:
+        self._prompts.clear()
+        return self._cache_counts()
 
     def _numbers(self) -> dict[str, Json]:
         """For `stats`."""

@@ -28,9 +28,8 @@ from diffusers.loaders.lora_base import (
 from diffusers.utils.peft_utils import delete_adapter_layers
 
 from proto.calls import LoadLora, LoraInfo
-from proto.errors import InvalidRequest, OmniError, StageFailed, StageUnavailable, UnknownModel
+from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.params import LoraUse
-from proto.suggest import hint
 from stages.diffusion import library
 from stages.diffusion.loading import Painter
 
@@ -63,8 +62,9 @@ class Loras:
         self._states: dict[str, tuple[str, float] | None] = {}  # of the parts that have adapter layers
         self._loads = 0
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._adapters
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._adapters)
 
     def report(self, uses: Mapping[str, int]) -> dict[str, LoraInfo]:
         """By name; `uses` says how many requests are under way with each."""
@@ -118,20 +118,10 @@ class Loras:
         parameters = sum(self._parameters(self._parts[part], name) for part in covers)
         self._adapters[args.name] = Adapter(args.name, name, str(file), source, covers, parameters)
 
-    def unload(self, name: str, uses: int) -> None:
-        """Raises `UnknownModel`, or `StageUnavailable` while `uses` requests are under way with it."""
-        adapter = self._known(name)
-        if uses:
-            text = f"{uses} request(s) under way use the adapter {name!r}; unload it when they have ended"
-            raise StageUnavailable(f"stage {self._painter.stage}: {text}", stage=self._painter.stage, field="name")
-        del self._adapters[name]
-        self._delete(adapter.id)
+    def unload(self, name: str) -> None:
+        """One that nobody uses."""
+        self._delete(self._adapters.pop(name).id)
         self._all_off()
-
-    def check(self, use: LoraUse | None) -> None:
-        """Raises `UnknownModel` for an adapter that is not here."""
-        if use is not None:
-            self._known(use.name)
 
     # --- using --------------------------------------------------------------------------------------------------------
 
@@ -193,14 +183,6 @@ class Loras:
             return found[0]
         what = f"{len(found)} safetensors files ({', '.join(found[:5])}); say which" if found else "no safetensors file"
         raise self._refusal(f"{str(folder)!r} has {what}", "weight_name" if found else "path")
-
-    def _known(self, name: str) -> Adapter:
-        adapter = self._adapters.get(name)
-        if adapter is None:
-            stage = self._painter.stage
-            words = hint(name, self._adapters, "loaded adapters")
-            raise UnknownModel(f"stage {stage} has no adapter {name!r}; {words}", stage=stage, field="lora")
-        return adapter
 
     def _covered(self, name: str) -> frozenset[str]:
         return frozenset(part for part, module in self._parts.items() if any(_layers(module, name)))

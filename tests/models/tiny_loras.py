@@ -8,6 +8,8 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
+from proto.params import Json
+
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 CLIP = ("q_proj", "v_proj", "fc1")
 
@@ -28,13 +30,11 @@ def save_diffusion_lora(
     return target
 
 
-def save_ar_lora(
-    folder: Path, target: Path, seed: int, targets: Sequence[str] = ("q_proj", "v_proj", "down_proj")
-) -> Path:
+def save_ar_lora(folder: Path, target: Path, seed: int, targets: Sequence[str], **config: Json) -> Path:
     """An adapter for the causal language model in `folder`, as peft saves it."""
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder, local_files_only=True),
-        LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), task_type="CAUSAL_LM"),
+        AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32),
+        LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": list(targets), "task_type": "CAUSAL_LM"} | config),
     )
     fill(model, seed)
     model.save_pretrained(target)

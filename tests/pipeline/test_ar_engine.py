@@ -397,7 +397,7 @@ def test_calls_answer_and_unknown_ones_list_what_there_is(engine: ArEngine) -> N
     assert (stats["queued"], stats["running"], stats["kv_pages_used"]) == (0, 0, 0)
     assert stats["first_token_s"]["count"] > 0
     assert engine.call("info", {})["context_length"] == CONTEXT
-    with pytest.raises(InvalidRequest, match="'explode'; there are stats, info"):
+    with pytest.raises(InvalidRequest, match="'explode'; methods: info, stats"):
         engine.call("explode", {})
     with pytest.raises(InvalidRequest, match="takes no arguments"):
         engine.call("stats", {"verbose": True})

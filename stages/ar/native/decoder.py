@@ -5,8 +5,8 @@ what their modules are called and made of, never by the model's name. Whether it
 tried when a stage starts, like everything else (`stages.ar.pool`). The pages are the paged runner's own, so a sequence
 goes from one way of computing to the other from step to step.
 
-Invariant: what C points to is kept alive here. The model's modules are not touched; what replaces one of them later (an
-adapter, a shard) must stop the use of its decoder, which `current` tells.
+Invariant: what C points to is kept alive here. The model's modules are not touched; what replaces one of them later (a
+shard) must stop the use of its decoder, which `current` tells.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from stages.ar.attention import Layer as Pages
+from stages.ar.loras import base_of
 from stages.ar.native import library as c
 
 TILE: Final = 16
@@ -87,8 +88,14 @@ class Decoder:
         self._check(attention, made, heads, size)
 
     def current(self) -> bool:
-        """Whether the model's modules are still those that were packed."""
-        return all(getattr(parent, name) is child for parent, name, child in self._found)
+        """Whether the model's modules are still those that were packed. Adapters are no matter here: sequences that use
+        one are computed elsewhere."""
+        return all(base_of(getattr(parent, name)) is child for parent, name, child in self._found)
+
+    def find_pages(self) -> None:
+        """After the pages have got other memory."""
+        for layer, pages in zip(self._layers, self._pages, strict=True):
+            layer.keys, layer.values = pages.keys.data_ptr(), pages.values.data_ptr()
 
     def step(self, ids: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Logits (rows, V), float32, of one token for each row. `ids` and `positions` (rows,), `tables` (rows, P): int64;
