@@ -103,6 +103,8 @@ class AsyncOmni:
         prompt: str | None = None,
         *,
         messages: Sequence[ChatMessage] | None = None,
+        tools: Sequence[Mapping[str, Json]] = (),
+        template: Mapping[str, Json] | None = None,
         images: "Pictures | None" = None,
         mask: "Picture | None" = None,
         outputs: Sequence[str] | None = None,
@@ -124,6 +126,8 @@ class AsyncOmni:
             GenerateRequest(
                 prompt=prompt,
                 messages=None if messages is None else tuple(messages),
+                tools=tuple(tools),
+                template=template or {},
                 images=images,
                 mask=mask,
                 outputs=wanted,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from omni import encoding
 from proto.deploy import Kind
 from proto.ids import EventId, RequestId, StageName
-from proto.messages import Answer, Timings, TokenLogprobs, UpdateState, Usage
+from proto.messages import Answer, Timings, TokenLogprobs, ToolCall, UpdateState, Usage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +27,8 @@ class TextOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     more: tuple[Answer, ...] = ()
+    reasoning: str = ""  # what the model thought before it said `text`
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -140,6 +142,8 @@ class TextDelta:
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before
     choice: int = 0  # which of several answers
+    reasoning: str = ""  # more of what the model thinks
+    tool_calls: tuple[ToolCall, ...] = ()  # whole ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,8 @@ class Planner:
     def _check_prompt(self, request: GenerateRequest) -> None:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", field="prompt")
+        if request.messages is None and (request.tools or request.template):
+            raise InvalidRequest("tools and settings of the chat template need messages", field="tools")
         limit = self.deploy.limits.max_prompt_chars
         if request.prompt is not None:
             if not request.prompt.strip():
@@ -128,16 +130,18 @@ class Planner:
         if request.messages is not None:
             if not request.messages:
                 raise InvalidRequest("messages is empty", field="messages")
-            size = sum(len(message.content) for message in request.messages)
+            size = sum(message.size for message in request.messages)
+            size += sum(len(msgspec.json.encode(one)) for one in request.tools)
             if size > limit:
-                text = f"messages have {size} characters; limits.max_prompt_chars is {limit}"
+                text = f"messages and tools have {size} characters; limits.max_prompt_chars is {limit}"
                 raise InvalidRequest(text, field="messages")
 
     def _prompt(self, stage: StageName, request: GenerateRequest) -> Text | Chat:
         if request.messages is None:
             return Text(text=request.prompt or "")
         if isinstance(self.deploy.stages[stage], ArStage):
-            return Chat(messages=request.messages)
+            tools = tuple(dict(one) for one in request.tools)
+            return Chat(messages=request.messages, tools=tools, template=dict(request.template))
         last = next((m.content for m in reversed(request.messages) if m.role == "user"), "")
         if not last.strip():
             raise InvalidRequest("messages hold no user message to draw from", field="messages")

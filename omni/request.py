@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request. Exactly one of `prompt` and `messages` is needed.
+    """One request. Exactly one of `prompt` and `messages` is needed. `tools` are functions that the answer to `messages` may
+    call, in OpenAI's form; `template` sets what the model's chat template takes (`enable_thinking`).
 
     `outputs` are the stages whose output is wanted (None: every visible one); stages that those do not need are skipped.
     `params` override the deploy's `defaults`, per stage. `images` go to the stages that take an `image` and have no edge
@@ -30,6 +31,8 @@ class GenerateRequest:
     outputs: tuple[StageName, ...] | None = None
     params: Mapping[StageName, Mapping[str, Json]] = field(default_factory=dict)
     affinity: str | None = None
+    tools: tuple[Mapping[str, Json], ...] = ()
+    template: Mapping[str, Json] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

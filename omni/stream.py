@@ -101,6 +101,8 @@ class RequestStream:
                 text=last.part.text + news.part.text,
                 logprobs=last.part.logprobs + news.part.logprobs,
                 choice=news.part.choice,
+                reasoning=last.part.reasoning + news.part.reasoning,
+                tool_calls=last.part.tool_calls + news.part.tool_calls,
             )
             self._waiting[-1] = PartArrived(news.stage, news.output, joined)
             return True
@@ -137,7 +139,9 @@ class RequestStream:
     def _part(self, news: PartArrived) -> RequestEvent:
         part = news.part
         if isinstance(part, messages.TextDelta):
-            return TextDelta(self.request, news.stage, part.text, part.logprobs, part.choice)
+            return TextDelta(
+                self.request, news.stage, part.text, part.logprobs, part.choice, part.reasoning, part.tool_calls
+            )
         if isinstance(part, Progress):
             return StageProgress(self.request, news.stage, part.step, part.total)
         if isinstance(part, Started):
@@ -169,7 +173,9 @@ def _checked(value: Value, tensors: Sequence[WireTensor], stage: StageName) -> O
 def to_output(value: Value, tensors: Sequence[WireTensor]) -> Output:
     """A value from a stage as what callers get. Raises `ProtocolError` when it names no tensor or one of a wrong type."""
     if isinstance(value, Text):
-        return TextOutput(value.text, value.logprobs, value.prompt_logprobs, value.more)
+        return TextOutput(
+            value.text, value.logprobs, value.prompt_logprobs, value.more, value.reasoning, value.tool_calls
+        )
     if isinstance(value, Images):
         return ImageOutput(_pixels(value.tensor, tensors), value.seeds)
     if isinstance(value, Audio):

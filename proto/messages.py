@@ -59,12 +59,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     top: tuple[TokenChance, ...] = ()
 
 
+class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function that the model calls. `arguments` is a JSON object as text; `id` is what its caller knows it by."""
+
+    name: Short
+    arguments: str
+    id: Short = ""
+
+
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One of several answers to a prompt."""
 
     text: str
     finish_reason: Short
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class Text(_Message, frozen=True, tag="text"):
@@ -72,15 +82,40 @@ class Text(_Message, frozen=True, tag="text"):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of every token of an answer, if they were asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's tokens but the first, if they were asked for
     more: tuple[Answer, ...] = ()  # answers 1 and on, where several were asked for; this is answer 0
+    reasoning: str = ""  # what the model thought before it said `text`
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
-class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`tool_calls` and `reasoning` are an earlier answer's; a message of role `tool` is what call `tool_call_id` gave."""
+
     role: Short
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+    tool_call_id: Short = ""
+    name: Short = ""
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return (
+            len(self.content) + len(self.reasoning) + sum(len(one.name) + len(one.arguments) for one in self.tool_calls)
+        )
 
 
 class Chat(_Message, frozen=True, tag="chat"):
+    """`tools` are functions that the answer may call, in OpenAI's form; `template` goes to the chat template as it is."""
+
     messages: tuple[ChatMessage, ...]
+    tools: tuple[dict[str, Json], ...] = ()
+    template: dict[str, Json] = {}
+
+    def __post_init__(self) -> None:
+        for tool in self.tools:
+            check_json(tool, "tools")
+        if self.template:
+            check_json(self.template, "template")
 
 
 class Tokens(_Message, frozen=True, tag="tokens"):
@@ -196,6 +231,8 @@ class TextDelta(_Message, frozen=True, tag="delta"):
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens since the delta before; the last ones come with the `Text`
     choice: Number = 0  # the answer that it is of
+    reasoning: str = ""  # more of what the model thinks
+    tool_calls: tuple[ToolCall, ...] = ()  # whole ones
 
 
 class Progress(_Message, frozen=True, tag="step"):

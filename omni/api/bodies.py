@@ -21,17 +21,48 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 # --- POST /v1/chat/completions ----------------------------------------------------------------------------------------
 
 
+class CalledBody(_Body, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str  # a JSON object
+
+
+class CallBody(_Body, frozen=True):
+    """A call that an earlier answer made."""
+
+    function: CalledBody
+    id: Annotated[str, Meta(max_length=256)] = ""
+    type: Literal["function"] = "function"
+    index: int | None = None  # as streams number them; not used
+
+
 class MessageBody(_Body, frozen=True):
     """One message. An earlier answer may be sent back whole: its empty fields are accepted."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Json]]
-    name: str | None = None  # accepted, not used: chat templates have no place for it
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Json]] | None = None
+    name: Annotated[str, Meta(max_length=256)] | None = None  # for chat templates that have a place for it
+    tool_calls: Annotated[list[CallBody], Meta(max_length=1024)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same in another spelling
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Json], Meta(max_length=0)] | None = None
     annotations: Annotated[list[Json], Meta(max_length=0)] | None = None
+
+
+class FunctionBody(_Body, frozen=True):
+    """`strict` is accepted and not used."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Json] | None = None
+    strict: bool | None = None
+
+
+class ToolBody(_Body, frozen=True):
+    function: FunctionBody
+    type: Literal["function"] = "function"
 
 
 class StreamOptions(_Body, frozen=True):
@@ -83,6 +114,10 @@ class ChatBody(_Body, frozen=True):
     regex: str | None = None
     grammar: str | None = None
     cache_salt: str | None = None
+    tools: Annotated[list[ToolBody], Meta(max_length=1024)] | None = None
+    tool_choice: str | dict[str, Json] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Json] | None = None  # what the model's chat template takes: enable_thinking
     resumable: bool | None = None
     lora: str | None = None
     lora_scale: float | None = None
@@ -94,17 +129,14 @@ class ChatBody(_Body, frozen=True):
     prompt_cache_key: str | None = None
 
 
-_NO_TOOLS: Final = "this server calls no tools"
+_NO_TOOLS: Final = "say it with tools"
 
 CHAT_REFUSED: Final[dict[str, Refused]] = {
     "modalities": Refused((["text"],), 'this route answers with text; use ["text"]'),
     "audio": Refused((), "this route answers with text"),
-    "tools": Refused(([],), _NO_TOOLS),
-    "tool_choice": Refused(("none", "auto"), _NO_TOOLS),
-    "parallel_tool_calls": Refused((True, False), _NO_TOOLS),
     "functions": Refused(([],), _NO_TOOLS),
     "function_call": Refused(("none", "auto"), _NO_TOOLS),
-    "web_search_options": Refused((), _NO_TOOLS),
+    "web_search_options": Refused((), "this server searches nothing"),
     "prediction": Refused((), "leave it out"),
     "reasoning_effort": Refused(("none",), "leave it out"),
     "verbosity": Refused(("medium",), "ask for it in the prompt"),
@@ -122,10 +154,24 @@ class ChatUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class CallItem(msgspec.Struct, frozen=True):
+    id: str
+    function: CalledFunction
+    index: int | msgspec.UnsetType = msgspec.UNSET  # in streams
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[CallItem] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -166,6 +212,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     content: str | None = None
     role: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallItem] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ that answers.
 
 import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Final
@@ -21,6 +21,7 @@ from omni.api.catalog import Catalog
 from omni.api.decode import convert, drop_harmless, read_object
 from omni.api.errors import error_answer, log_bug
 from omni.api.lifetime import Events, Lifetime, while_connected
+from omni.api.messages import to_message, tools_of
 from omni.api.params import Spelling, caller_spelling, one_of, per_stage
 from omni.api.requests import HEADER, Requests
 from omni.api.sse import OwnedStream, line
@@ -31,7 +32,7 @@ from omni.running import RunningRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import StageName
-from proto.messages import Answer, ChatMessage, TokenLogprobs
+from proto.messages import Answer, TokenLogprobs, ToolCall
 from proto.params import Json, SamplingParams
 
 ROUTE: Final = "/v1/chat/completions"
@@ -71,7 +72,7 @@ class Chat:
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
         choices = [
-            bodies.Choice(bodies.AnswerMessage(one.text), _finish(one), index, _chances(one.logprobs))
+            bodies.Choice(_message(one, call.id, index), _finish(one), index, _chances(one.logprobs))
             for index, one in enumerate(_answers(done))
         ]
         prompt = _chances(done.output.prompt_logprobs) if isinstance(done.output, TextOutput) else None
@@ -93,6 +94,8 @@ class Chat:
         convert(params, SamplingParams, spelling=spelling)
         request = GenerateRequest(
             messages=tuple(to_message(message, index) for index, message in enumerate(body.messages)),
+            tools=tools_of(body),
+            template=body.chat_template_kwargs or {},
             outputs=(stage,),
             params=per_stage(self._pipeline, self._catalog, stage, params),
         )
@@ -126,11 +129,17 @@ class Chat:
             for index in range(call.choices):
                 yield _chunk(call, bodies.Delta(role="assistant", content=""), index, usage=none_yet)
             told: Counter[int] = Counter()
+            calls: Counter[int] = Counter()
             while not isinstance(event, RequestOutput):
-                if isinstance(event, TextDelta) and event.stage == call.stage and event.text:
+                if isinstance(event, TextDelta) and event.stage == call.stage:
                     told[event.choice] += len(event.logprobs)
-                    delta, chances = bodies.Delta(content=event.text), _chances(event.logprobs)
-                    yield _chunk(call, delta, event.choice, usage=none_yet, logprobs=chances)
+                    delta = bodies.Delta(
+                        content=event.text or None,
+                        reasoning_content=event.reasoning or None,
+                        tool_calls=_called(event.tool_calls, call.id, event.choice, calls[event.choice]) or None,
+                    )
+                    calls[event.choice] += len(event.tool_calls)
+                    yield _chunk(call, delta, event.choice, usage=none_yet, logprobs=_chances(event.logprobs))
                 elif isinstance(event, StagePaused) and event.stage == call.stage:
                     yield _chunk(call, bodies.Delta(), finish=_FINISH.get(event.finish_reason, "stop"), usage=none_yet)
                 elif isinstance(event, StageUpdated):
@@ -223,25 +232,6 @@ def _chances(logprobs: Sequence[TokenLogprobs]) -> bodies.ChoiceLogprobs | None:
     )
 
 
-def to_message(message: bodies.MessageBody, index: int) -> ChatMessage:
-    """Text parts are joined with line breaks. `developer` is the newer word for `system`."""
-    role = "system" if message.role == "developer" else message.role
-    if isinstance(message.content, str):
-        return ChatMessage(role, message.content)
-    return ChatMessage(
-        role, "\n".join(_part(p, f"messages[{index}].content[{k}]") for k, p in enumerate(message.content))
-    )
-
-
-def _part(part: Mapping[str, Json], where: str) -> str:
-    kind, text = part.get("type"), part.get("text")
-    if kind != "text":
-        raise InvalidRequest(f"{where}: parts of type {kind!r} are not supported here; send text", field=where)
-    if not isinstance(text, str) or len(part) != 2:
-        raise InvalidRequest(f'{where}: a text part is {{"type": "text", "text": "..."}}', field=where)
-    return text
-
-
 def _done(output: RequestOutput, stage: StageName) -> StageDone:
     done = output.stages.get(stage)
     if done is None:
@@ -252,11 +242,35 @@ def _done(output: RequestOutput, stage: StageName) -> StageDone:
 def _answers(done: StageDone) -> list[Answer]:
     """All answers, in their order."""
     said = done.output if isinstance(done.output, TextOutput) else TextOutput("")
-    return [Answer(said.text, done.finish_reason, said.logprobs), *said.more]
+    first = Answer(said.text, done.finish_reason, said.logprobs, said.reasoning, said.tool_calls)
+    return [first, *said.more]
+
+
+def _message(answer: Answer, name: str, choice: int) -> bodies.AnswerMessage:
+    """An answer that only calls tools has no content, as in OpenAI's API."""
+    return bodies.AnswerMessage(
+        answer.text or (None if answer.tool_calls else ""),
+        reasoning_content=answer.reasoning or msgspec.UNSET,
+        tool_calls=_called(answer.tool_calls, name, choice, 0, indexed=False) or msgspec.UNSET,
+    )
+
+
+def _called(
+    calls: Sequence[ToolCall], name: str, choice: int, first: int, *, indexed: bool = True
+) -> list[bodies.CallItem]:
+    """`first` of the answer's calls have been told before; a stream numbers them."""
+    return [
+        bodies.CallItem(
+            one.id or f"call_{name.removeprefix('chatcmpl-')}_{choice}_{place}",
+            bodies.CalledFunction(one.name, one.arguments),
+            place if indexed else msgspec.UNSET,
+        )
+        for place, one in enumerate(calls, first)
+    ]
 
 
 def _finish(answer: Answer) -> str:
-    return _FINISH.get(answer.finish_reason, "stop")
+    return "tool_calls" if answer.tool_calls else _FINISH.get(answer.finish_reason, "stop")
 
 
 def _usage(done: StageDone) -> bodies.ChatUsage:

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from omni.api import bodies
-from omni.api.chat import to_message
 from omni.api.decode import convert, read_object
 from omni.api.errors import HttpError
 from omni.api.lifetime import while_connected
+from omni.api.messages import to_message
 from omni.api.params import one_of
 from omni.api.requests import Requests
 from omni.outputs import StageUpdated

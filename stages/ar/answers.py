@@ -12,15 +12,20 @@ def finished(answers: Many[Sequence]) -> Finished:
     """Of all answers to one prompt, by choice. The prompt counts once; reason and times are the first answer's."""
     first = answers[0]
     outputs: dict[str, Value] = {}
+    said = first.said
     if "text" in first.wanted:
         more = tuple(
-            Answer(one.detokenizer.text, one.finish_reason or "stop", tuple(one.logprobs)) for one in answers[1:]
+            Answer(part.text, one.finish_reason or "stop", tuple(one.logprobs), part.reasoning, part.tool_calls)
+            for one in answers[1:]
+            for part in (one.said,)
         )
         outputs["text"] = Text(
-            text=first.detokenizer.text,
+            text=said.text,
             logprobs=tuple(first.logprobs),
             prompt_logprobs=tuple(first.scores),
             more=more,
+            reasoning=said.reasoning,
+            tool_calls=said.tool_calls,
         )
     if "tokens" in first.wanted:
         outputs["tokens"] = Tokens(ids=first.answer)

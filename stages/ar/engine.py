@@ -239,7 +239,13 @@ class ArEngine:
         if delta and "text" in sequence.job.emit:
             chances = tuple(sequence.logprobs[sequence.told :])
             sequence.told = len(sequence.logprobs)
-            part = TextDelta(text=delta, logprobs=chances, choice=sequence.choice)
+            part = TextDelta(
+                text=delta.text,
+                logprobs=chances,
+                choice=sequence.choice,
+                reasoning=delta.reasoning,
+                tool_calls=delta.tool_calls,
+            )
             events.append(Emit(sequence.job.request, "text", part))
 
     def _guard(self, sequence: Sequence, work: Callable[[Sequence, list[Event]], None], events: list[Event]) -> None:

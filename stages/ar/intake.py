@@ -17,7 +17,8 @@ from stages.ar.detokenizer import Decode, Detokenizer
 from stages.ar.grammar import Grammars
 from stages.ar.loading import LoadedModel
 from stages.ar.loras import ArLoras
-from stages.ar.prompt import PromptReader, answer_length
+from stages.ar.prompt import Prompt, PromptReader, answer_length
+from stages.ar.response import PlainResponse, Response, ResponseForms
 from stages.ar.sampler import Logprobs
 from stages.ar.sampling import decide, picker
 from stages.ar.scheduler import Track
@@ -57,7 +58,9 @@ class Intake:
             width=int(loaded.model.get_input_embeddings().weight.shape[1]),
         )
         self._spec = spec.engine
+        self._forms = ResponseForms(loaded.tokenizer)
         self._decode = decoder_of(loaded.tokenizer)
+        self._decode_parts = decoder_of(loaded.tokenizer, self._forms.kept) if self._forms.kept else self._decode
 
     def sequence(self, job: Job) -> Work:
         """Raises `InvalidRequest` naming the stage and the field."""
@@ -79,7 +82,8 @@ class Intake:
         params = self._params(job)
         self._check_outputs(job, params)
         embeds = self._reader.embeds(job)
-        tokens = list(self._reader.read(job, embeds))
+        read = self._reader.read(job, embeds)
+        tokens = list(read.ids)
         prompt = len(tokens)
         wanted = {*job.emit, *job.publish}
         if "hidden" in wanted and prompt <= self._spec.hidden_skip:
@@ -108,7 +112,9 @@ class Intake:
             max_tokens=length,
             track=track,
             picker=picker(rule, tokens, self._grammars.matcher(params), unknown=0 if embeds is None else prompt),
-            detokenizer=Detokenizer(self._decode, params.stop or ()),
+            detokenizer=Detokenizer(self._decoder(read), params.stop or ()),
+            response=self._response(read),
+            read_prompt=read,
             prefill_only=prefill_only,
             embeds=embeds,
             family=Family(params.n) if params.n is not None and params.n > 1 else None,
@@ -141,13 +147,22 @@ class Intake:
             max_tokens=first.max_tokens,
             track=track,
             picker=picker(rule, tokens, self._grammars.matcher(params), unknown=unknown),
-            detokenizer=Detokenizer(self._decode, params.stop or ()),
+            detokenizer=Detokenizer(self._decoder(first.read_prompt), params.stop or ()),
+            response=self._response(first.read_prompt),
+            read_prompt=first.read_prompt,
             embeds=first.embeds,
             choice=choice,
             family=first.family,
             read=True,
             clocks=Clocks(arrived=first.clocks.arrived),
         )
+
+    def _response(self, prompt: Prompt) -> Response:
+        """How the answer is parsed: only those to a chat template are of its form."""
+        return self._forms.response(prompt.written, prompt.opening, prompt.tools) if prompt.written else PlainResponse()
+
+    def _decoder(self, prompt: Prompt) -> Decode:
+        return self._decode_parts if prompt.written else self._decode
 
     @property
     def _prefill_outputs(self) -> frozenset[str]:
@@ -211,8 +226,16 @@ def _salt(params: SamplingParams, embeds: torch.Tensor | None, lora: tuple[int, 
     return f"{salt}\0{embeds.dtype}{content}"
 
 
-def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """The tokenizer's text for ids, as a `Detokenizer` needs it."""
+def decoder_of(tokenizer: PreTrainedTokenizerBase, kept: frozenset[int] = frozenset()) -> Decode:
+    """The tokenizer's text for ids, as a `Detokenizer` needs it: without special tokens but for those that are `kept`."""
+    dropped = frozenset(tokenizer.all_special_ids) - kept
+
+    def decode_some(ids: Sequence[int]) -> str:
+        left = [one for one in ids if one not in dropped]
+        return str(tokenizer.decode(left, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    if kept:
+        return decode_some
 
     def decode(ids: Sequence[int]) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))

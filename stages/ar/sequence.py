@@ -8,6 +8,8 @@ import torch
 from proto.messages import TokenLogprobs, Usage
 from proto.tensors import WireTensor
 from stages.ar.detokenizer import Detokenizer
+from stages.ar.prompt import Prompt
+from stages.ar.response import Delta, Response, joined
 from stages.ar.sampling import Picker
 from stages.ar.scheduler import Track
 from stages.engine import Job
@@ -46,6 +48,9 @@ class Sequence:
     track: Track
     picker: Picker
     detokenizer: Detokenizer
+    response: Response
+    read_prompt: Prompt
+    deltas: list[Delta] = field(default_factory=list)  # the answer so far
     prefill_only: bool = False
     embeds: torch.Tensor | None = None
     choice: int = 0  # which of several answers to the prompt it is
@@ -71,8 +76,22 @@ class Sequence:
         """The ids of the answer so far, an end-of-sequence token included."""
         return tuple(self.track.tokens[self.prompt :])
 
-    def accept(self, token: int) -> str:
-        """Take the next token in; the text that may be sent now. Sets `finish_reason` if it is the last one."""
+    def accept(self, token: int) -> Delta:
+        """Take the next token in; what may be sent now. Sets `finish_reason` if it is the last one."""
+        delta = self.response.push(self._accept(token))
+        if self.finish_reason is not None:
+            delta += self.response.finish()
+        if delta:
+            self.deltas.append(delta)
+        return delta
+
+    @property
+    def said(self) -> Delta:
+        """All of the answer so far."""
+        return joined(self.deltas)
+
+    def _accept(self, token: int) -> str:
+        """The text that the token adds."""
         self.track.tokens.append(token)
         if self.picker.matcher is not None:
             self.picker.matcher.accept(token)

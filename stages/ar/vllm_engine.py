@@ -174,7 +174,7 @@ class VllmEngine:
                 raise InvalidRequest(f"vLLM gives no {name}; it has {', '.join(OUTPUTS)}", field="outputs")
         params = job.params
         embeds = self._reader.embeds(job)
-        ids = self._reader.read(job, embeds)
+        ids = self._reader.read(job, embeds).ids
         rule = decide(params, self._generation)
         longest = answer_length(params.max_tokens, self._generation.max_new_tokens, self._context - len(ids))
         prompt: dict[str, object] = (

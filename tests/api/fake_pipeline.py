@@ -100,6 +100,7 @@ class FakePipeline:
         self.running = self.queued = self.done = self.aborted = 0
         self.fail_at_start: OmniError | None = None
         self.fail_after: tuple[int, Exception] | None = None  # after so many pieces of text
+        self.says: TextOutput | None = None  # in one piece, in place of its text
         self.hold_after: int | None = None  # stand still after so many pieces of text
         self.endless = False  # never stop talking, and in pieces that no socket buffer holds
         self.ready = True
@@ -165,6 +166,7 @@ class FakePipeline:
         usage, finish = Usage(), "stop"
         if isinstance(self._deploy.stages[stage], ArStage):
             text, finish = self._text(own)
+            text = "" if self.says else text
             for index, piece in enumerate(itertools.cycle(text) if self.endless else text):
                 if index == self.hold_after:
                     self.gate.clear()
@@ -173,6 +175,10 @@ class FakePipeline:
                     raise self.fail_after[1]
                 yield TextDelta(RequestId("r"), stage, "x" * HUGE if self.endless else piece)
             output, usage = TextOutput(text), Usage(7, len(text))
+            if self.says is not None:
+                output = self.says
+                whole = (output.text, output.logprobs, 0, output.reasoning, output.tool_calls)
+                yield TextDelta(RequestId("r"), stage, *whole)
         else:
             yield StageProgress(RequestId("r"), stage, 1, 2)
             for step in range(own.get("previews") or 0):

@@ -17,7 +17,7 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
     "empty messages": BadBody({"model": "demo", "messages": []}, "messages"),
     "no model": BadBody({"messages": HELLO}, "model"),
     "unknown model": BadBody({"model": "gpt-9", "messages": HELLO}, "model", 404),
-    "unknown role": BadBody({"model": "demo", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    "unknown role": BadBody({"model": "demo", "messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
     "no content": BadBody({"model": "demo", "messages": [{"role": "user"}]}, "messages[0].content"),
     "image part": BadBody(
         {
@@ -30,7 +30,7 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
     ),
     "tool calls": BadBody(
         {"model": "demo", "messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0].function",
     ),
     "n 129": BadBody({"model": "demo", "messages": HELLO, "n": 129}, "n"),
     "n true": BadBody({"model": "demo", "messages": HELLO, "n": True}, "n"),
@@ -54,7 +54,22 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
         {"model": "demo", "messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"
     ),
     "audio": BadBody({"model": "demo", "messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
-    "tools": BadBody({"model": "demo", "messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
+    "tool without function": BadBody(
+        {"model": "demo", "messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"
+    ),
+    "tool choice required": BadBody({"model": "demo", "messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    "calls of a user": BadBody(
+        {
+            "model": "demo",
+            "messages": [
+                {"role": "user", "content": "x", "tool_calls": [{"function": {"name": "a", "arguments": "{}"}}]}
+            ],
+        },
+        "messages[0].tool_calls",
+    ),
+    "result of no call": BadBody(
+        {"model": "demo", "messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"
+    ),
     "a schema that is not there": BadBody(
         {"model": "demo", "messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema"
     ),

@@ -4,7 +4,9 @@ import openai
 import pytest
 from openai import OpenAI
 
+from omni.outputs import TextOutput
 from proto.errors import StageFailed
+from proto.messages import ChatMessage, ToolCall
 from tests.api.cases import stream_equals_answer
 from tests.api.fake_pipeline import CUT, TEXT, THINKER, Server, only, serving, two_stages
 
@@ -184,3 +186,38 @@ def test_deploy_without_text_says_which_stage_chat_needs() -> None:
 def test_model_of_another_stage_says_what_it_gives(ai: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="demo/painter gives image"):
         ask(ai, model="demo/painter")
+
+
+def test_calls_of_tools_are_openais_streamed_and_not_and_may_be_sent_back_with_their_results(
+    server: Server, ai: OpenAI
+) -> None:
+    says = TextOutput("", reasoning="Where?", tool_calls=(ToolCall("weather", '{"town": "Bonn"}'),))
+    server.call(lambda pipeline: setattr(pipeline, "says", says))
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    first = ask(ai, tools=tools, tool_choice="auto").choices[0]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.content is None
+    assert first.message.reasoning_content == "Where?"  # type: ignore[attr-defined]
+    (call,) = first.message.tool_calls or ()
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "weather", '{"town": "Bonn"}')
+    deltas = [chunk.choices[0] for chunk in ask(ai, tools=tools, stream=True)]
+    told = [one for choice in deltas for one in choice.delta.tool_calls or ()]
+    assert [(one.index, one.function.name, one.function.arguments) for one in told if one.function] == [
+        (0, "weather", '{"town": "Bonn"}')
+    ]
+    assert deltas[-1].finish_reason == "tool_calls"
+    assert "Where?" in [getattr(choice.delta, "reasoning_content", None) for choice in deltas]
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    ask(ai, messages=[{"role": "user", "content": "weather?"}, first.message.model_dump(exclude_none=True), result])
+    seen = server.call(lambda pipeline: pipeline.seen)
+    assert seen[0].tools[0]["function"]["name"] == "weather"
+    assert seen[-1].messages[1].tool_calls == (ToolCall("weather", '{"town": "Bonn"}', call.id),)
+    assert seen[-1].messages[1].reasoning == "Where?"
+    assert seen[-1].messages[2] == ChatMessage("tool", "rain", tool_call_id=call.id)
+
+
+def test_tool_choice_none_and_settings_of_the_chat_template_reach_the_stage(server: Server, ai: OpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    ask(ai, tools=tools, tool_choice="none", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+    (seen,) = server.call(lambda pipeline: pipeline.seen)
+    assert (seen.tools, seen.template) == ((), {"enable_thinking": False})
