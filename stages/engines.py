@@ -12,6 +12,7 @@ from stages.engine import Engine
 BUILTIN: Final = {"ar": "stages.ar.engine:ArEngine", "diffusion": "stages.diffusion.engine:DiffusionEngine"}
 
 NAMED: Final = {"vllm": "stages.ar.vllm_engine:VllmEngine"}
+_MEMBERS: Final = ("load", "has_work", "submit", "step", "abort", "call", "stats", "close")
 
 
 def engine_factory(spec: StageSpec) -> Callable[[], Engine]:
@@ -21,9 +22,23 @@ def engine_factory(spec: StageSpec) -> Callable[[], Engine]:
     def make() -> Engine:
         module, _, name = path.partition(":")
         try:
-            engine: Engine = getattr(import_module(module), name)()
-        except (ImportError, AttributeError) as error:
-            raise StartError(f"engine.use: {path} cannot be loaded: {error}", field="engine.use") from error
+            found = getattr(import_module(module), name)
+        except Exception as error:
+            raise _problem(path, f"cannot be loaded: {type(error).__name__}: {error}") from error
+        missing = [one for one in _MEMBERS if one not in dir(found)]
+        if missing and isinstance(found, type):
+            raise _problem(path, f"is no engine: it has no {', '.join(missing)} (see stages.engine)")
+        try:
+            engine: Engine = found()
+        except Exception as error:
+            raise _problem(path, f"cannot be made: {type(error).__name__}: {error}") from error
+        missing = [one for one in _MEMBERS if one not in dir(engine)]
+        if missing:
+            raise _problem(path, f"gives no engine: it has no {', '.join(missing)} (see stages.engine)")
         return engine
 
     return make
+
+
+def _problem(path: str, text: str) -> StartError:
+    return StartError(f"engine.use: {path} {text}", field="engine.use")

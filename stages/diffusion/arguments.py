@@ -58,7 +58,7 @@ def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Pa
         arguments["generator"] = generators[0] if len(generators) == 1 else generators
     if len(seeds) > 1:
         _ask_for_several(arguments, len(seeds), painter)
-    return arguments
+    return arguments if painter.recipe.prepare is None else painter.recipe.prepare(arguments)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

@@ -269,7 +269,8 @@ class DiffusionEngine:
         self._counts["steps"] += len(steps)
         for one in steps:
             self._previews.step_done(request, one)
-        return [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
+        told = [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
+        return [*told, *request.partials.take()]
 
     def _forget(self, name: RequestId, how: str) -> None:
         self._scheduler.update(name, None)

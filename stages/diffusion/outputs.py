@@ -55,20 +55,30 @@ def collect(
     params: DiffusionParams,
     seeds: tuple[int, ...],
     painter: Painter,
+    made: Mapping[str, Artifact],
 ) -> dict[str, Artifact]:
-    """The artifacts that the job asked for. `returned` is the pipeline's output object, `last_latents` its last step's."""
+    """The artifacts that the job asked for. `returned` is the pipeline's output object, `last_latents` its last step's;
+    `made` are artifacts that there are already."""
     artifacts: dict[str, Artifact] = {}
     for name in dict.fromkeys((*job.emit, *job.publish)):
-        if name == "latents":
+        if name in made:
+            artifacts[name] = made[name]
+        elif name == "latents":
             latents = _returned(returned, *_RETURNED, painter=painter) if wants_latents_only(job) else last_latents
             artifacts[name] = _latents(latents, painter)
-        elif name == "image":
-            artifacts[name] = _images(_returned(returned, name, painter=painter), seeds)
-        elif name == "video":
-            artifacts[name] = _video(_returned(returned, name, painter=painter), _fps(params, painter), seeds)
         else:
-            artifacts[name] = _audio(_returned(returned, name, painter=painter), painter.recipe.sample_rate or 0, seeds)
+            artifacts[name] = artifact(name, returned, params, seeds, painter)
     return artifacts
+
+
+def artifact(name: str, returned: Json, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> Artifact:
+    """One decoded output of what a call returned or yielded."""
+    value = _returned(returned, name, painter=painter)
+    if name == "image":
+        return _images(value, seeds)
+    if name == "video":
+        return _video(value, _fps(params, painter), seeds)
+    return _audio(value, painter.recipe.sample_rate or 0, seeds)
 
 
 def finish(job: Job, artifacts: Mapping[str, Artifact], detail: Mapping[str, float]) -> Finished:
@@ -86,7 +96,12 @@ def finish(job: Job, artifacts: Mapping[str, Artifact], detail: Mapping[str, flo
 
 
 def _returned(returned: Json, *names: str, painter: Painter) -> Json:
-    """The first field of the pipeline's output object that belongs to one of the outputs."""
+    """The first field of the pipeline's output object that belongs to one of the outputs; or all of what is no object but
+    the images, frames or samples alone."""
+    if painter.recipe.read is not None:
+        returned = painter.recipe.read(returned)
+    if isinstance(returned, Image | np.ndarray | torch.Tensor | list):
+        return [returned] if isinstance(returned, Image) else returned
     for name in names:
         for key in _RETURNED[name]:
             if isinstance(returned, Mapping) and key in returned:

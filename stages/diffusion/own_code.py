@@ -75,7 +75,10 @@ def own_pipeline_class(stage: StageName, code: OwnCode) -> type[DiffusionPipelin
     assert code.pipeline is not None
     try:
         found = dynamic_modules_utils.get_class_from_dynamic_module(
-            str(code.pipeline.parent.absolute()), code.pipeline.name, code.class_name, trust_remote_code=True
+            str(code.pipeline.parent.absolute()),
+            module_file=code.pipeline.name,
+            class_name=code.class_name,
+            trust_remote_code=True,
         )
     except Exception as error:
         raise StartError(

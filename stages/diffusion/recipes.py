@@ -32,7 +32,9 @@ class Recipe:
     `guidance_scale` means. `fixed`: arguments passed unless the request's `extra` has them. `fps` is for videos whose
     pipeline takes no frame rate. `final_latents`: the last step's latents are what output_type="latent" returns.
     `traits`: what its modules' arguments are. `exclusive`: it changes its shared modules while it runs, so that no other
-    request may be at work meanwhile."""
+    request may be at work meanwhile. `prepare` changes the arguments of a call before it is made; `read` turns what it
+    returned (or yielded) into a mapping with `images`, `frames` or `audios`. `appends`: whether partial results are pieces
+    that together are the output, or each takes the place of the one before; None is pieces for video and sound."""
 
     media: tuple[str, ...] = ("image",)
     latents: bool = True
@@ -51,6 +53,9 @@ class Recipe:
     fixed: Mapping[str, Json] = field(default_factory=dict)
     traits: Traits = field(default_factory=Traits)
     exclusive: bool = False
+    prepare: Callable[[dict[str, Json]], dict[str, Json]] | None = None
+    read: Callable[[Json], Json] | None = None
+    appends: bool | None = None
 
 
 def recipe_for(pipe: DiffusionPipeline, signature: CallSignature) -> Recipe:

@@ -22,6 +22,7 @@ from stages.diffusion.loading import Painter
 from stages.diffusion.meter import Meter
 from stages.diffusion.outputs import Artifact
 from stages.diffusion.parking import Call
+from stages.diffusion.partials import Partials
 from stages.diffusion.scheduler import Phase
 from stages.engine import Finished, Job
 
@@ -45,12 +46,16 @@ class PaintRequest:
     meter: Meter = field(default_factory=Meter)
     call: Call | None = None
     forms: Forms = field(default_factory=Forms)
+    partials: Partials = field(init=False)
     _steps: list[Step] = field(default_factory=list)
     _latents: torch.Tensor | None = None
     _phase: Phase = Phase.ENCODE
     _forwards_seen: int = 0
     _resumed_at: float = 0.0
     _fiber: Fiber[Call, dict[str, Artifact]] | None = None
+
+    def __post_init__(self) -> None:
+        self.partials = Partials(self.job, self.params, self.painter)
 
     @property
     def lora(self) -> LoraUse | None:
@@ -121,12 +126,14 @@ class PaintRequest:
             if (kind := outputs.output_type(self.job, self.painter)) is not None:
                 kwargs["output_type"] = kind
             kwargs.update(self._watch_steps(pipe))
+            used = seeds if "generator" in kwargs else ()
+            kwargs.update(self.partials.arguments(used))
             try:
-                returned = pipe(**kwargs)
+                returned = self.partials.result(pipe(**kwargs))
             finally:
                 _unwrap_steps(pipe)
-            used = seeds if "generator" in kwargs else ()
-            return outputs.collect(returned, self._latents, self.job, self.params, used, self.painter)
+            made = self.partials.joined() if returned is None else {}
+            return outputs.collect(returned, self._latents, self.job, self.params, used, self.painter, made)
 
     def _watch_steps(self, pipe: DiffusionPipeline) -> dict[str, Json]:
         """Make `pipe`, this request's own, tell of its steps; the arguments that its call needs for that."""

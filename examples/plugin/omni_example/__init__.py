@@ -1,0 +1,1 @@
+"""Engines and a recipe that live outside of omni."""
