@@ -20,6 +20,7 @@ from proto.deploy import (
     ArStage,
     ArTask,
     Deploy,
+    DiffusionEngineSpec,
     HiddenTokens,
     Kind,
     KvAt,
@@ -149,8 +150,20 @@ def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
         layers = stage.engine.kv_layers
         if layers is not None and (not layers or min(layers) < 0 or len(set(layers)) != len(layers)):
             yield Finding(f"{path}.engine.kv_layers", "must list each layer once, by its number from 0")
-    elif stage.engine.recipe is not None and not ENGINE.fullmatch(stage.engine.recipe):
-        yield Finding(f"{path}.engine.recipe", f"{stage.engine.recipe!r} is not of the form package.module:NAME")
+    else:
+        yield from _memory_findings(stage.engine, f"{path}.engine")
+        if stage.engine.recipe is not None and not ENGINE.fullmatch(stage.engine.recipe):
+            yield Finding(f"{path}.engine.recipe", f"{stage.engine.recipe!r} is not of the form package.module:NAME")
+
+
+def _memory_findings(engine: DiffusionEngineSpec, path: str) -> Iterator[Finding]:
+    if engine.memory is not None and not engine.memory_profile:
+        message = "needs `memory_profile`, which finds out what requests take; take one of the two away"
+        yield Finding(f"{path}.memory", message)
+    for at, entry in enumerate(engine.warmup):
+        if entry.rows > engine.max_num_seqs:
+            message = f"`rows` must be at most `max_num_seqs` ({engine.max_num_seqs}), and is {entry.rows}"
+            yield Finding(f"{path}.warmup[{at}]", message)
 
 
 def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:

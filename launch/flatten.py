@@ -51,4 +51,6 @@ def _walk(value: Json, kind: mi.Type, path: str) -> Iterator[Leaf]:
 def _plain(value: Json) -> Json:
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(item) for name, item in msgspec.structs.asdict(value).items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from proto.ids import StageName
-from proto.params import DiffusionParams, SamplingParams
+from proto.params import MAX_PIXELS_A_SIDE, DiffusionParams, SamplingParams
 
 DURATION: Final = "duration"
 SIZE: Final = "size"
@@ -198,13 +198,27 @@ class ArEngineSpec(_Section, frozen=True):
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 
+class WarmupSpec(_Section, frozen=True):
+    """A shape that is drawn when the stage loads, so that no request pays for what happens only the first time."""
+
+    width: Annotated[int, Meta(ge=1, le=MAX_PIXELS_A_SIDE)] | None = None  # default: the model's own
+    height: Annotated[int, Meta(ge=1, le=MAX_PIXELS_A_SIDE)] | None = None  # default: the model's own
+    frames: Count | None = None  # of a video; default: the model's own
+    steps: Annotated[int, Meta(ge=1, le=1000)] = 2  # denoising steps
+    rows: Annotated[int, Meta(ge=1, le=64)] = 1  # requests of this shape, drawn together
+
+
 class DiffusionEngineSpec(_Section, frozen=True):
     use: Annotated[str, Meta(extra={SHORTHAND: True})] = "builtin"  # or package.module:Class
-    step_batching: bool = True  # requests share the denoiser's forwards; false runs one request after the other
+    step_batching: bool = True  # requests join one another at any step; false: only those that start and end together
     batch_invariant: bool = False  # no forward is shared, so that no result depends on who else was there
     max_num_seqs: Count = 8  # requests that are denoised at one time
     max_rows: Count = 16  # rows of one shared call: images, twice that with guidance
     max_pixels: Count | None = None  # of all requests at work: width x height x frames x images; more wait, or get 400
+    memory: Bytes | None = None  # what requests may take beside the weights; default: `memory_share` of what is free
+    memory_share: Annotated[float, Meta(gt=0, le=1)] = 0.9  # of the memory that is free when the stage is loaded
+    memory_profile: bool = True  # find out at the start what requests take, and refuse what is more than `memory`
+    warmup: Annotated[tuple[WarmupSpec, ...], Meta(max_length=64)] = ()  # shapes to draw before the stage is ready
     admission_wait: Seconds | None = None  # an idle stage waits so long for company before it starts a request
     preview_every: Count | None = None  # send a small picture after every so many steps
     prompt_cache: SizeOrZero = 256 << 20  # encoded prompts that are kept, in bytes; 0 keeps none

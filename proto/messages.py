@@ -287,7 +287,7 @@ Part = Started | TextDelta | Progress | Preview | Partial | Updated | Paused
 
 class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Seconds, measured by the stage. `detail` holds the engine's own parts (encode, denoise, decode,
-    first_token) and its counts (steps, rows, cache_hits)."""
+    first_token) and its counts (steps, rows, cache_hits, peak_memory_bytes)."""
 
     queue_s: float = 0.0  # received to started
     run_s: float = 0.0  # started to finished

@@ -5,8 +5,9 @@ An argument that nobody set is not passed at all, so that the pipeline's default
 """
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
+import msgspec
 import torch
 
 from proto.errors import InvalidRequest
@@ -14,6 +15,7 @@ from proto.messages import Chat, Images, Text
 from proto.params import MAX_SEED, DiffusionParams, Json, set_fields
 from proto.suggest import hint
 from stages.diffusion import tensor_inputs
+from stages.diffusion.budget import Amount
 from stages.diffusion.loading import Painter
 from stages.engine import Job
 
@@ -39,10 +41,29 @@ def choose_seeds(params: DiffusionParams) -> tuple[int, ...]:
 
 def pixels(params: DiffusionParams, painter: Painter) -> int:
     """Of all that the request draws: width x height x frames x images. 0 for what has no size."""
-    width, height = painter.recipe.default_size or (0, 0)
+    return amount(params, painter).total if _size(params, painter) else 0
+
+
+def amount(params: DiffusionParams, painter: Painter) -> Amount:
+    """Pixels of all images and the frames of each; of what has no size, how many there are of it."""
     asked = (params.extra or {}).get("num_frames", painter.signature.defaults.get("num_frames"))
-    frames = asked if isinstance(asked, int) else 1
-    return (params.width or width) * (params.height or height) * frames * (params.num_images or 1)
+    frames = asked if isinstance(asked, int) and asked > 0 else 1
+    return Amount((_size(params, painter) or 1) * (params.num_images or 1), frames)
+
+
+def _size(params: DiffusionParams, painter: Painter) -> int:
+    width, height = painter.recipe.default_size or (0, 0)
+    return (params.width or width) * (params.height or height)
+
+
+def kind(job: Job) -> Hashable:
+    """Equal for requests whose calls go together from the first to the last: all but words, seeds and how many."""
+    params = job.params
+    if not isinstance(params, DiffusionParams):
+        return None
+    same = msgspec.structs.replace(params, seed=None, num_images=None, negative_prompt=None)
+    negative = bool(params.negative_prompt) or "negative_prompt" in job.inputs
+    return msgspec.msgpack.encode(same, order="deterministic"), negative, frozenset(job.inputs), frozenset(job.payloads)
 
 
 def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> dict[str, Json]:

@@ -22,20 +22,22 @@ from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
 from proto.ids import RequestId
 from proto.messages import Progress, StageInfo, Started
 from proto.params import Json, LoraUse
-from stages.diffusion import library, parking
+from stages.diffusion import library, parking, trials
 from stages.diffusion.admission import AtOnce, ForCompany
-from stages.diffusion.arguments import check, pixels
+from stages.diffusion.arguments import amount, check, kind, pixels
 from stages.diffusion.bed import PainterBed
+from stages.diffusion.budget import Budget
 from stages.diffusion.faults import to_error
 from stages.diffusion.forms import Form
 from stages.diffusion.loading import Painter, load_painter
 from stages.diffusion.loras import Loras
+from stages.diffusion.memory import Watch, gauge_for
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
 from stages.diffusion.request import PaintRequest, resume_all
 from stages.diffusion.runner import Runner, lacks_memory
-from stages.diffusion.scheduler import Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
+from stages.diffusion.scheduler import NOTHING, Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 from stages.operator_calls import OperatorCalls
 from stages.rpc import Handler
@@ -55,6 +57,7 @@ class DiffusionEngine:
         self._forms: dict[RequestId, Form] = {}
         self._counts: Counter[str] = Counter(finished=0, failed=0, aborted=0, steps=0)
         self._remove_sites: Callable[[], None] = lambda: None
+        self._trying = False  # the stage is drawing for itself; who wants it drawn tells what goes wrong
 
     def load(self, context: LoadContext) -> StageInfo:
         """Raises `StartError` if the folder cannot be loaded, or has not what the deploy asks for."""
@@ -69,10 +72,7 @@ class DiffusionEngine:
                 stage=context.stage,
                 field=f"engine.vae_{missing[0]}",
             )
-        together = spec.step_batching and not painter.recipe.exclusive
-        limits = Limits(spec.max_num_seqs if together else 1, spec.max_rows, spec.max_pixels)
-        wait = spec.admission_wait
-        self._scheduler: Scheduler[RequestId] = Scheduler(limits, AtOnce() if wait is None else ForCompany(wait))
+        self._schedule_within(None)
         self._runner = Runner(painter.device)
         self._prompts = PromptCache(spec.prompt_cache)
         self._previews = Previews(painter, spec.preview_every)
@@ -88,8 +88,34 @@ class DiffusionEngine:
         )
         self._operator.load_from_deploy(context)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
+        self._try_out(painter, context)
         context.report("ready", 1.0)
         return self._operator.info
+
+    def _schedule_within(self, budget: Budget | None) -> None:
+        spec, exclusive = self._spec, self._loaded().recipe.exclusive
+        self._budget = budget
+        limits = Limits(
+            max_num_seqs=1 if exclusive else spec.max_num_seqs,
+            max_rows=spec.max_rows,
+            max_cost=spec.max_pixels,
+            max_memory=None if budget is None else budget.total,
+            static=not spec.step_batching,
+        )
+        wait = spec.admission_wait
+        self._scheduler: Scheduler[RequestId] = Scheduler(limits, AtOnce() if wait is None else ForCompany(wait))
+
+    def _try_out(self, painter: Painter, context: LoadContext) -> None:
+        """Draw what the stage draws for itself, and forget it."""
+        gauge = gauge_for(painter.device)
+        self._watch = Watch(gauge)
+        self._trying = True
+        self._schedule_within(trials.memory_budget(self, painter, gauge, context))
+        trials.warm_up(self, painter, context)
+        self._trying = False
+        self._counts = Counter(dict.fromkeys(self._counts, 0))
+        self._runner.forget()
+        self._prompts.forget()
 
     @property
     def has_work(self) -> bool:
@@ -100,8 +126,11 @@ class DiffusionEngine:
         painter = self._loaded()
         request = PaintRequest(job, check(job, painter), painter)
         self._operator.check(request.lora)
+        if not self._requests:
+            self._watch.idle()
+        need = NOTHING if self._budget is None else self._budget.need(amount(request.params, painter))
         try:
-            self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter))
+            self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter), need, kind(job))
         except OverBudget as error:
             raise InvalidRequest(
                 f"stage {painter.stage}: {painter.info.model} draws at most {error.limit} pixels in all images and frames of"
@@ -133,6 +162,10 @@ class DiffusionEngine:
             self._previews.forget(request)
             self._counts["aborted"] += 1
 
+    def request(self, name: RequestId) -> PaintRequest:
+        """One that has not ended."""
+        return self._requests[name]
+
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
         """See `stages.operator_calls`. `clear_cache`: forget encoded prompts."""
         return self._operator.call(method, args)
@@ -160,6 +193,7 @@ class DiffusionEngine:
         requests = [self._requests[name] for name in group.requests]
         calls = [request.call for request in requests if request.call is not None]
         forms = [self._forms[name] for name in group.requests]
+        self._watch.begin()
         began = time.perf_counter()
         site = calls[0].site.name
         try:
@@ -173,7 +207,7 @@ class DiffusionEngine:
         else:
             for call, result in zip(calls, results, strict=True):
                 call.answer(result)
-        self._meter(requests, forms, group.phase, time.perf_counter() - began)
+        self._meter(requests, forms, group.phase, time.perf_counter() - began, self._watch.taken())
         return self._advance(requests)
 
     def _make(self, calls: list[Call], forms: list[Form], group: Group[RequestId]) -> list[Json]:
@@ -214,10 +248,10 @@ class DiffusionEngine:
         return True
 
     @staticmethod
-    def _meter(requests: list[PaintRequest], forms: list[Form], phase: Phase, seconds: float) -> None:
+    def _meter(requests: list[PaintRequest], forms: list[Form], phase: Phase, seconds: float, memory: int) -> None:
         total = sum(form.rows for form in forms)
         for request, form in zip(requests, forms, strict=True):
-            request.meter.called(phase, seconds, form.rows, total)
+            request.meter.called(phase, seconds, form.rows, total, memory)
 
     def _advance(self, requests: list[PaintRequest]) -> list[Event]:
         """Take the requests to their next calls that have no answer yet, or to their ends; what they did on the way."""
@@ -304,11 +338,10 @@ class DiffusionEngine:
             "prompt_misses": cache.misses,
         }
 
-    @staticmethod
-    def _explain(error: Exception, request: PaintRequest) -> ErrorInfo:
+    def _explain(self, error: Exception, request: PaintRequest) -> ErrorInfo:
         painter = request.painter
         info = to_error(error, painter.stage, painter.info.model, request.meter.steps)
-        if info.code is ErrorCode.INVALID_REQUEST:
+        if info.code is ErrorCode.INVALID_REQUEST or self._trying:
             log.info("stage %s: request %s: %s", painter.stage, request.job.request, info.message)
         else:
             log.warning("stage %s: request %s failed", painter.stage, request.job.request, exc_info=error)

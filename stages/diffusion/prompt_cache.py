@@ -55,6 +55,11 @@ class PromptCache:
         self._kept.clear()
         self.size = 0
 
+    def forget(self) -> None:
+        """Clear, and begin to count anew."""
+        self.clear()
+        self.hits = self.misses = 0
+
 
 def prompt_key(call: Call) -> Hashable | None:
     """The content of an encoder's call, or None if it holds what cannot be compared."""

@@ -79,11 +79,12 @@ class PaintRequest:
         return steps
 
     def finish(self) -> Finished:
-        """After the end: the terminal event. Raises what the pipeline raised."""
+        """After the end: the terminal event; its detail's `total` is the time from `queued_at`. Raises what the pipeline raised."""
         ended = self._at_work()
         self._fiber = None  # it refers to this request: end the circle, or the tensors would stay
         self._latents = None
-        return outputs.finish(self.job, ended.result(), self.meter.detail())
+        total = time.perf_counter() - self.queued_at
+        return outputs.finish(self.job, ended.result(), {**self.meter.detail(), "total": total})
 
     def abort(self) -> None:
         """Stop at the call where it stands; its thread has ended when this returns."""

@@ -72,6 +72,11 @@ class Runner:
             raise
         return results
 
+    def forget(self) -> None:
+        """The counts, not what was found out about sites."""
+        self.forwards.clear()
+        self.checks = 0
+
     def release_memory(self) -> None:
         """After a lack of it: give cached blocks back to the accelerator."""
         if self._device.type != "cpu":

@@ -13,11 +13,14 @@ Invariants
 - A parked call is planned within as many groups as there are requests at work, its own included: nothing starves.
 - A group never has more than the phase's row budget, unless it is one call that is larger by itself.
 - No more than `max_num_seqs` requests and `max_cost` are admitted at one time.
+- What the admitted hold and what a group's call takes is never more than `max_memory`.
+- With `static`, all that are at work are of one kind, and nobody joins them once their first call is planned.
 """
 
 import enum
-from collections.abc import Hashable
-from dataclasses import dataclass
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from stages.diffusion.admission import Admission, AtOnce, Queue
@@ -50,11 +53,34 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_cost` bounds the sum of what the admitted requests were added with; None is no bound."""
+    """`max_cost` bounds the sum of what the admitted requests were added with, `max_memory` the bytes that they need; None
+    is no bound. `static`: requests start in batches of one kind, and the next batch when all of the last have ended."""
 
     max_num_seqs: int = 8
     max_rows: int = 16
     max_cost: int | None = None
+    max_memory: int | None = None
+    static: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Bytes: what a request holds between its calls, and what a call of each phase takes beside that."""
+
+    held: int = 0
+    calls: Mapping[Phase, int] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> int:
+        return self.held + max(self.calls.values(), default=0)
+
+    @property
+    def worst(self) -> Phase:
+        """The phase that takes most."""
+        return max(self.calls, key=lambda phase: self.calls[phase])
+
+
+NOTHING: Final = Need()
 
 
 class Admit(NamedTuple, Generic[Id]):
@@ -81,6 +107,8 @@ class OverBudget(ValueError):
 @dataclass(slots=True)
 class _Waiting:
     cost: int
+    need: Need
+    kind: Hashable
     since: float
     overtaken: int = 0
 
@@ -88,6 +116,7 @@ class _Waiting:
 @dataclass(slots=True)
 class _Running:
     cost: int
+    need: Need
     work: Work | None = None  # the call that it is parked at or, once planned, at work on
     parked_at: int = 0  # groups planned before it parked
     parked: bool = False
@@ -105,16 +134,21 @@ class Scheduler(Generic[Id]):
         self._groups = 0
         self._budgets = dict.fromkeys(Phase, limits.max_rows)
         self._unharmed = dict.fromkeys(Phase, 0)
+        self._joinable: Hashable = None  # kind of those that may join a static batch
+        self._closed = False  # nobody joins a static batch any more
 
     # --- what happened ------------------------------------------------------------------------------------------------
 
-    def add(self, request: Id, now: float, cost: int = 0) -> None:
-        """A request has come. Raises `OverBudget` if it would not fit even alone."""
+    def add(self, request: Id, now: float, cost: int = 0, need: Need = NOTHING, kind: Hashable = None) -> None:
+        """A request has come. Requests of one `kind` take the same calls to their end. Raises `OverBudget` if it would not
+        fit even alone."""
         if request in self._queue or request in self._running:
             raise ValueError(f"request {request} is here already")
         if self._limits.max_cost is not None and cost > self._limits.max_cost:
             raise OverBudget(cost, self._limits.max_cost)
-        self._queue[request] = _Waiting(cost, now)
+        if self._limits.max_memory is not None and need.peak > self._limits.max_memory:
+            raise OverBudget(need.peak, self._limits.max_memory)
+        self._queue[request] = _Waiting(cost, need, kind, now)
 
     def update(self, request: Id, work: Work | None) -> None:
         """An admitted request has parked at `work`, or has ended (None)."""
@@ -171,26 +205,37 @@ class Scheduler(Generic[Id]):
 
     def _admit(self, now: float) -> Id | None:
         """The first that fits. Who does not fit is overtaken so often and no more: then all wait for it."""
-        if not self._queue or len(self._running) >= self._limits.max_num_seqs:
+        if not self._running:
+            self._closed = False
+        if self._closed or not self._queue or len(self._running) >= self._limits.max_num_seqs:
             return None
         if self._admission.wait_s(self._view(now)) > 0:
             return None
         passed: list[_Waiting] = []
         for request, waiting in self._queue.items():
-            if self._fits(waiting.cost):
+            if self._limits.static and self._running and waiting.kind != self._joinable:
+                continue
+            if self._fits(waiting):
                 for one in passed:
                     one.overtaken += 1
                 del self._queue[request]
-                self._running[request] = _Running(waiting.cost)
+                self._running[request] = _Running(waiting.cost, waiting.need)
+                self._joinable = waiting.kind
                 return request
             if waiting.overtaken >= MAX_OVERTAKES:
                 return None
             passed.append(waiting)
         return None
 
-    def _fits(self, cost: int) -> bool:
-        limit = self._limits.max_cost
-        return limit is None or cost + sum(one.cost for one in self._running.values()) <= limit
+    def _fits(self, new: _Waiting) -> bool:
+        """A call of each by itself must stay possible, so that all of them come to their ends."""
+        most, memory, others = self._limits.max_cost, self._limits.max_memory, self._running.values()
+        if most is not None and new.cost + sum(one.cost for one in others) > most:
+            return False
+        if memory is None:
+            return True
+        needs = [new.need, *(one.need for one in others)]
+        return sum(one.held for one in needs) + max(one.peak - one.held for one in needs) <= memory
 
     def _group(self) -> Group[Id] | None:
         parked = [(one.parked_at, request, one) for request, one in self._running.items() if one.parked]
@@ -201,21 +246,29 @@ class Scheduler(Generic[Id]):
         assert work is not None
         budget = self._budgets[work.phase]
         chosen, rows = [lead], work.rows
+        memory = self._free_memory() - first.need.calls.get(work.phase, 0)
         if not first.alone:
             company = [
-                (one.work.exact != work.exact, parked_at, one.work.rows, request)
+                (one.work.exact != work.exact, parked_at, one.work.rows, one.need.calls.get(work.phase, 0), request)
                 for parked_at, request, one in parked
                 if one is not first and one.work is not None and not one.alone and _together(one.work, work)
             ]
-            for _, _, more, request in sorted(company, key=lambda entry: entry[:2]):
-                if rows + more <= budget:
+            for _, _, more, takes, request in sorted(company, key=lambda entry: entry[:2]):
+                if rows + more <= budget and takes <= memory:
                     chosen.append(request)
                     rows += more
+                    memory -= takes
         for request in chosen:
             self._running[request].parked = False
+        self._closed = self._limits.static
         self._groups += 1
         self._regrow(work.phase)
         return Group(work.phase, tuple(chosen), budget)
+
+    def _free_memory(self) -> float:
+        """For a call, beside what all hold."""
+        limit = self._limits.max_memory
+        return math.inf if limit is None else limit - sum(one.need.held for one in self._running.values())
 
     def _regrow(self, phase: Phase) -> None:
         self._unharmed[phase] += 1

@@ -84,7 +84,8 @@ def build(heads: int, layers: int, dtype: torch.dtype = torch.bfloat16) -> Calla
 def load(folder: Path, **spec: Json) -> DiffusionEngine:
     engine = DiffusionEngine()
     stage = DiffusionStage(
-        model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(max_num_seqs=MOST, max_rows=MOST, **spec)
+        model=ModelSpec(path=str(folder)),
+        engine=DiffusionEngineSpec(max_num_seqs=MOST, max_rows=MOST, memory_profile=False, **spec),
     )
     engine.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
     return engine

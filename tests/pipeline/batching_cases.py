@@ -111,9 +111,10 @@ def request(family: Family, number: int, steps: int, **more: Json) -> Job:
 
 
 def load(folder: Path, pipeline_class: str | None = None, **spec: Json) -> DiffusionEngine:
+    """Without a memory profile, unless it is asked for: most tests need none."""
     engine = DiffusionEngine()
     model = ModelSpec(path=str(folder), pipeline_class=pipeline_class)
-    stage = DiffusionStage(model=model, engine=DiffusionEngineSpec(**spec))
+    stage = DiffusionStage(model=model, engine=DiffusionEngineSpec(**{"memory_profile": False, **spec}))
     engine.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
     return engine
 

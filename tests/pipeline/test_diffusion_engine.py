@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline, EulerDiscreteScheduler, SchedulerMixin,
 from numpy.typing import NDArray
 from PIL import Image
 
-from proto.deploy import DiffusionStage, Kind, LimitsSpec, ModelSpec
+from proto.deploy import DiffusionEngineSpec, DiffusionStage, Kind, LimitsSpec, ModelSpec
 from proto.errors import ErrorCode, InvalidRequest, StartError
 from proto.ids import Epoch, LeaseId, RequestId, StageName
 from proto.messages import Audio, Chat, ChatMessage, Images, Payload, Progress, Started, Tensor, Text, Value, Video
@@ -98,7 +98,14 @@ def engines(shared: Engines) -> Iterator[Engines]:
 
 
 def context(model: ModelSpec, report: Callable[[str, float | None], None] = lambda note, done: None) -> LoadContext:
-    return LoadContext(StageName("painter"), DiffusionStage(model=model), LimitsSpec(), "cpu", (), report)
+    return LoadContext(
+        StageName("painter"),
+        DiffusionStage(model=model, engine=DiffusionEngineSpec(memory_profile=False)),
+        LimitsSpec(),
+        "cpu",
+        (),
+        report,
+    )
 
 
 def job(
@@ -387,6 +394,9 @@ def test_latents_in_are_where_the_drawing_starts(engines: Engines, stock: Stock)
 def test_time_is_told_by_part(engines: Engines) -> None:
     detail = run(engines("sd"), job(num_inference_steps=2)).detail
     assert all(detail[part] > 0 for part in ("queue", "encode", "denoise", "decode"))
+    assert detail["step"] == pytest.approx(detail["denoise"] / 2)
+    assert detail["total"] > detail["queue"] + detail["encode"] + detail["denoise"] + detail["decode"] - 1e-6
+    assert detail["peak_memory_bytes"] >= 0
     counts = {name: detail[name] for name in ("steps", "forwards", "rows", "rows_shared")}
     assert counts == {"steps": 2, "forwards": 2, "rows": 4, "rows_shared": 0}  # guidance takes two rows a step
 

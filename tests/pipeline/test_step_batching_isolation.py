@@ -246,8 +246,8 @@ def test_batch_invariant_results_are_the_same_to_the_bit_and_share_nothing(engin
         assert ended[one.request].detail["rows_shared"] == 0
 
 
-def test_without_step_batching_requests_run_one_after_the_other(engines: Load) -> None:
-    engine = engines(step_batching=False)
+def test_without_step_batching_and_company_requests_run_one_after_the_other(engines: Load) -> None:
+    engine = engines(step_batching=False, max_num_seqs=1)
     events = drive(engine, {0: job("a"), 0.1: job("b"), 0.2: job("c")})
     order = list(dict.fromkeys(event.request for event in events))
     assert order == ["a", "b", "c"]

@@ -310,6 +310,19 @@ MISTAKES = {
         thinker("engine: {kv_layers: [1, 1]}"),
         "demo.yaml:7: stages.thinker.engine.kv_layers: must list each layer once, by its number from 0",
     ),
+    "budget that nothing is measured for": (
+        painter("engine: {memory: 8GiB, memory_profile: false}"),
+        "demo.yaml:12: stages.painter.engine.memory: needs `memory_profile`, which finds out what requests take; take "
+        "one of the two away",
+    ),
+    "warm-up of more than can run together": (
+        painter("engine: {max_num_seqs: 2, warmup: [{width: 64}, {rows: 3}]}"),
+        "demo.yaml:12: stages.painter.engine.warmup[1]: `rows` must be at most `max_num_seqs` (2), and is 3",
+    ),
+    "warm-up with a key that no shape has": (
+        painter("engine: {warmup: [{widht: 64}]}"),
+        "demo.yaml:12: stages.painter.engine.warmup[0].widht: unknown key; did you mean 'width'?",
+    ),
     "bad environment name": (
         painter("env: {A=B: x}"),
         "demo.yaml:12: stages.painter.env.A=B: is not a name and value that a process can have in its environment",

@@ -1,7 +1,7 @@
 """What the diffusion scheduler promises, whatever comes: no starvation, no budget exceeded, every request ends."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stages.diffusion.admission import ForCompany
-from stages.diffusion.scheduler import MAX_OVERTAKES, Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
+from stages.diffusion.scheduler import MAX_OVERTAKES, Admit, Group, Limits, Need, OverBudget, Phase, Scheduler, Work
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Asked:
     calls: list[Work]
     cost: int
     arrival: int
+    need: Need
+    kind: int
 
 
 works = st.builds(
@@ -29,11 +31,22 @@ works = st.builds(
     rows=st.integers(1, 5),
     alone=st.booleans(),
 )
+needs = st.builds(Need, held=st.integers(0, 2), calls=st.fixed_dictionaries({p: st.integers(0, 3) for p in Phase}))
 requests = st.builds(
-    Asked, calls=st.lists(works, min_size=1, max_size=6), cost=st.integers(0, 4), arrival=st.integers(0, 20)
+    Asked,
+    calls=st.lists(works, min_size=1, max_size=6),
+    cost=st.integers(0, 4),
+    arrival=st.integers(0, 20),
+    need=needs,
+    kind=st.integers(0, 2),
 )
 limits = st.builds(
-    Limits, max_num_seqs=st.integers(1, 5), max_rows=st.integers(1, 8), max_cost=st.none() | st.integers(4, 8)
+    Limits,
+    max_num_seqs=st.integers(1, 5),
+    max_rows=st.integers(1, 8),
+    max_cost=st.none() | st.integers(4, 8),
+    max_memory=st.none() | st.integers(5, 9),
+    static=st.booleans(),
 )
 
 
@@ -59,7 +72,8 @@ class Run:
             while coming and self.asked[coming[0]].arrival <= unit:
                 name = coming.pop(0)
                 self.left[name] = list(self.asked[name].calls)
-                self.scheduler.add(name, float(unit), self.asked[name].cost)
+                one = self.asked[name]
+                self.scheduler.add(name, float(unit), one.cost, one.need, one.kind)
             plan = self.scheduler.schedule(float(unit))
             if plan is None:
                 if not coming:
@@ -103,6 +117,8 @@ def test_every_request_ends_once_and_no_limit_is_exceeded(asked: list[Asked], bo
         if isinstance(plan, Group):
             rows = sum(run.left[name][0].rows for name in plan.requests)
             assert rows <= bounds.max_rows or len(plan.requests) == 1
+            calls = sum(asked[name].need.calls[plan.phase] for name in plan.requests)
+            assert bounds.max_memory is None or calls + sum(asked[name].need.held for name in now) <= bounds.max_memory
     assert sorted(run.ended) == list(range(len(asked)))
     assert run.scheduler.queued == run.scheduler.running == 0
 
@@ -128,6 +144,21 @@ def test_a_parked_call_waits_for_no_more_groups_than_there_are_others_at_work(
     for plan in run.plans():
         if isinstance(plan, Group):
             assert all(run.parked_for[name] < bounds.max_num_seqs for name in plan.requests)
+
+
+@given(st.lists(requests, max_size=12), limits)
+@settings(max_examples=200, deadline=None)
+def test_static_batches_are_of_one_kind_and_nobody_joins_one_that_has_begun(asked: list[Asked], bounds: Limits) -> None:
+    run = Run(asked, replace(bounds, static=True))
+    begun = False
+    for plan in run.plans():
+        if isinstance(plan, Group):
+            begun = True
+            continue
+        begun = begun and bool(run.running)
+        assert not begun
+        assert {asked[name].kind for name in run.running} <= {asked[plan.request].kind}
+    assert sorted(run.ended) == list(range(len(asked)))
 
 
 @given(st.lists(requests, min_size=1, max_size=8), limits, st.randoms())
@@ -230,6 +261,47 @@ def test_large_request_is_overtaken_only_so_often() -> None:
 def test_request_that_never_fits_is_refused() -> None:
     with pytest.raises(OverBudget):
         Scheduler[str](Limits(max_cost=3)).add("huge", 0.0, 4)
+
+
+GIB = Need(held=1, calls={Phase.DENOISE: 2, Phase.DECODE: 5})
+
+
+def test_requests_that_fit_one_at_a_time_decode_one_at_a_time_and_denoise_together() -> None:
+    scheduler: Scheduler[str] = Scheduler(Limits(max_memory=8))
+    for name in "abc":
+        scheduler.add(name, 0.0, need=GIB)
+        assert scheduler.schedule(0.0) == Admit(name)
+        scheduler.update(name, STEP)
+    scheduler.add("d", 0.0, need=GIB)  # would hold 1 more, and then nobody could decode
+    assert scheduler.schedule(0.0) == Group(Phase.DENOISE, ("a", "b"), 16)
+    assert scheduler.queued == 1
+    for name in "ab":
+        scheduler.update(name, Work(Phase.DECODE, "x"))
+    assert scheduler.schedule(0.0) == Group(Phase.DENOISE, ("c",), 16)
+    scheduler.update("c", Work(Phase.DECODE, "x"))
+    assert scheduler.schedule(0.0) == Group(Phase.DECODE, ("a",), 16)
+    scheduler.update("a", None)
+    assert scheduler.schedule(0.0) == Admit("d")
+
+
+def test_request_that_needs_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(OverBudget):
+        Scheduler[str](Limits(max_memory=5)).add("huge", 0.0, need=GIB)
+
+
+def test_static_batch_takes_those_of_its_kind_past_others_who_then_lead_the_next() -> None:
+    scheduler: Scheduler[str] = Scheduler(Limits(static=True))
+    for name, kind in (("a", 1), ("b", 2), ("c", 1)):
+        scheduler.add(name, 0.0, kind=kind)
+    for name in "ac":
+        assert scheduler.schedule(0.0) == Admit(name)
+        scheduler.update(name, STEP)
+    assert scheduler.schedule(0.0) == Group(Phase.DENOISE, ("a", "c"), 16)
+    scheduler.add("d", 0.0, kind=1)
+    scheduler.update("a", None)
+    assert scheduler.schedule(0.0) is None
+    scheduler.update("c", None)
+    assert scheduler.schedule(0.0) == Admit("b")
 
 
 def test_idle_stage_waits_for_company_only_so_long() -> None:
