@@ -20,7 +20,7 @@ def builtin_pipeline(name: str) -> type[DiffusionPipeline] | None:
 
 def builtin_model(module: str, name: str) -> type[ModelMixin] | None:
     """The model class that an index names by its module, or None."""
-    if _MODELS.get(name) != module:
+    if name not in _MODELS or _MODELS[name] != module:  # both are None of a component that is absent
         return None
     found = getattr(importlib.import_module(module), name)
     return found if isinstance(found, type) and issubclass(found, ModelMixin) else None

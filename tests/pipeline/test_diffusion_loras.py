@@ -87,7 +87,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], C
 
 def engine(folder: Path, **spec: Json) -> DiffusionEngine:
     made = DiffusionEngine()
-    stage = DiffusionStage(model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(**spec))
+    stage = DiffusionStage(model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(memory_profile=False, **spec))
     made.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
     return made
 
