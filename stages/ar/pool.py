@@ -18,7 +18,7 @@ from proto.ids import RequestId
 from stages.ar.attention import BATCH, NAME, Layer, Traits, attend_alone, choose_backend, paged_attention
 from stages.ar.kv_blocks import KvBlocks
 from stages.ar.native.decoder import Decoder, Unfit
-from stages.ar.native.library import Unavailable
+from stages.ar.native.library import Unavailable, library
 from stages.ar.native.runner import NativeRunner
 from stages.ar.runner import PagedRunner, Runner, StockRunner
 from stages.ar.scheduler import Limits, Scheduler, Track
@@ -187,6 +187,7 @@ def _native(
     if spec.native is False or layers[0].keys.device.type != "cpu":
         return paged, None
     try:
+        library()  # for the sampler too, whatever becomes of the model
         if not all(shape.plain for shape in shapes):
             raise Unfit("its attention has a soft cap or sinks")
         decoder = Decoder(model, layers, [one.window for one in shapes], [one.scale for one in shapes], context)

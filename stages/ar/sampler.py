@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper
 
 from stages.ar import penalties
+from stages.ar.native import picking
 from stages.ar.sampling import Picker
 
 BLOCK: Final = 1024
@@ -48,13 +49,40 @@ def sample(logits: torch.Tensor, pickers: Sequence[Picker]) -> Picked:
     scores = logits
     if changed:
         scores = _with(logits, changed, penalties.apply(_rows(logits, changed), [pickers[row] for row in changed]))
+    uniform = [0.0 if one.rule.greedy else _uniform(one) for one in pickers]
+    picked = (_pick_in_c if picking.usable(scores) else _pick)(scores, pickers, uniform)
+    return Picked(picked, _logprobs(logits, pickers, picked))
+
+
+def _uniform(picker: Picker) -> float:
+    return float(torch.rand((), generator=picker.generator, dtype=torch.float64))
+
+
+def _pick(scores: torch.Tensor, pickers: Sequence[Picker], uniform: Sequence[float]) -> tuple[int | None, ...]:
     tokens, best = argmax(scores)
     drawn = [row for row, one in enumerate(pickers) if not one.rule.greedy]
     if drawn:
-        tokens[torch.tensor(drawn, device=tokens.device)] = _draw(_rows(scores, drawn), [pickers[row] for row in drawn])
+        tokens[torch.tensor(drawn, device=tokens.device)] = _draw(
+            _rows(scores, drawn), [pickers[row] for row in drawn], [uniform[row] for row in drawn]
+        )
     numbers = torch.isfinite(best).tolist()
-    picked = tuple(token if fine else None for token, fine in zip(tokens.tolist(), numbers, strict=True))
-    return Picked(picked, _logprobs(logits, pickers, picked))
+    return tuple(token if fine else None for token, fine in zip(tokens.tolist(), numbers, strict=True))
+
+
+def _pick_in_c(scores: torch.Tensor, pickers: Sequence[Picker], uniform: Sequence[float]) -> tuple[int | None, ...]:
+    """What asks for more than C has is drawn as everywhere."""
+    tokens, states = picking.pick(scores, [one.rule for one in pickers], uniform, FEW)
+    rest = [
+        row
+        for row, one in enumerate(pickers)
+        if states[row] != picking.NO_NUMBERS and (states[row] != picking.FINE or one.rule.typical_p < 1)
+    ]
+    rest = [row for row in rest if not pickers[row].rule.greedy]
+    if rest:
+        drawn = _draw(_rows(scores, rest), [pickers[row] for row in rest], [uniform[row] for row in rest]).tolist()
+        for row, token in zip(rest, drawn, strict=True):
+            tokens[row] = token
+    return tuple(None if state == picking.NO_NUMBERS else token for token, state in zip(tokens, states, strict=True))
 
 
 def argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,11 +140,10 @@ def _inside(scores: torch.Tensor, groups: torch.Tensor, missing: float) -> tuple
 # --- draws ------------------------------------------------------------------------------------------------------------
 
 
-def _draw(scores: torch.Tensor, pickers: Sequence[Picker]) -> torch.Tensor:
-    """One token a row, (S,) int64; no row is greedy."""
+def _draw(scores: torch.Tensor, pickers: Sequence[Picker], numbers: Sequence[float]) -> torch.Tensor:
+    """One token a row, (S,) int64; no row is greedy. `numbers` in [0, 1) decide."""
     device = scores.device
-    uniform = torch.tensor([torch.rand((), generator=one.generator, dtype=torch.float64).item() for one in pickers])
-    uniform = uniform.to(device)
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=device)
     temperatures = torch.tensor([one.rule.temperature for one in pickers], device=device).unsqueeze(1)
     few = [row for row, one in enumerate(pickers) if _is_cut(one) and one.rule.typical_p >= 1]
     many = [row for row, one in enumerate(pickers) if not _is_cut(one) and one.rule.typical_p >= 1]

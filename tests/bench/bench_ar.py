@@ -29,6 +29,7 @@ from proto.messages import Tokens
 from proto.params import SamplingParams
 from stages.ar.engine import ArEngine
 from stages.ar.kv_blocks import KvBlocks
+from stages.ar.native.library import Unavailable, library
 from stages.ar.sampler import sample
 from stages.ar.sampling import Picker, SamplingRule, picker
 from stages.ar.scheduler import Limits, Scheduler, Track
@@ -288,6 +289,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def overhead(rounds: int, running: int = 64, vocabulary: int = 49152) -> str:
     """What a step costs beside the model: planning, and picking a token for each of 64 sequences."""
+    with suppress(Unavailable):
+        library()  # as a stage has it
     rows = [("scheduler: schedule and commit", _planning(running, rounds))]
     kinds = {
         "sampler: greedy": SamplingRule(),

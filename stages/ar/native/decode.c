@@ -9,6 +9,7 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#include "draw.h"
 #include "matrix.h"
 
 typedef struct {
@@ -92,4 +93,7 @@ void omni_pack(const void *from, void *to, int64_t n, int64_t k, int32_t bf16) {
     }
 }
 
-int omni_sizes(int which) { return which == 0 ? sizeof(Model) : which == 1 ? sizeof(Layer) : sizeof(Step); }
+int omni_sizes(int which) {
+    const int sizes[] = {sizeof(Model), sizeof(Layer), sizeof(Step), sizeof(Rule)};
+    return sizes[which];
+}

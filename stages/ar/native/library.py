@@ -20,7 +20,7 @@ import torch
 
 from stages.demo.models import cache_root
 
-SOURCES: Final = ("decode.c", "layers.h", "matrix.h", "vector.h")
+SOURCES: Final = ("decode.c", "draw.h", "layers.h", "matrix.h", "vector.h")
 FLAGS: Final = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-w")
 
 _I64, _I32, _F32, _AT = ctypes.c_int64, ctypes.c_int32, ctypes.c_float, ctypes.c_void_p
@@ -60,27 +60,41 @@ class Step(ctypes.Structure):
     )
 
 
+class Rule(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_double) for name in ("uniform", "top_p", "min_p")),
+        ("temperature", _F32),
+        ("top_k", _I32),
+    )
+
+
 class Unavailable(Exception):
     """Why there is no library here, in words."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Compiled and loaded. Raises `Unavailable`."""
-    compiler = next((found for one in _compilers() if (found := shutil.which(one))), None)
+    """Compiled and found. Raises `Unavailable`."""
+    compiler = next((path for one in _compilers() if (path := shutil.which(one))), None)
     if compiler is None:
         raise Unavailable("there is no C compiler (cc, gcc or clang)")
     try:
-        loaded = ctypes.CDLL(str(_compiled(compiler)))
+        found = ctypes.CDLL(str(_compiled(compiler)))
     except OSError as error:
         raise Unavailable(f"the compiled library cannot be loaded: {error}") from error
-    for which, mirrored in enumerate((Model, Layer, Step)):
-        if loaded.omni_sizes(which) != ctypes.sizeof(mirrored):
+    for which, mirrored in enumerate((Model, Layer, Step, Rule)):
+        if found.omni_sizes(which) != ctypes.sizeof(mirrored):
             raise Unavailable(f"the compiler lays {mirrored.__name__} out in another way")
-    loaded.omni_decode.argtypes = (ctypes.POINTER(Model), ctypes.POINTER(Step), ctypes.c_int)
-    loaded.omni_pack.argtypes = (_AT, _AT, _I64, _I64, _I32)
-    loaded.omni_pack.restype = None
-    return loaded
+    found.omni_decode.argtypes = (ctypes.POINTER(Model), ctypes.POINTER(Step), ctypes.c_int)
+    found.omni_pack.argtypes = (_AT, _AT, _I64, _I64, _I32)
+    found.omni_pack.restype = None
+    found.omni_draw.argtypes = (_AT, _I32, _I64, _I64, _I64, _AT, _I64, _AT, _AT, ctypes.c_int)
+    return found
+
+
+def loaded() -> ctypes.CDLL | None:
+    """The library, if somebody has loaded it already."""
+    return library() if library.cache_info().currsize else None
 
 
 def _compilers() -> tuple[str, ...]:

@@ -51,6 +51,13 @@ static inline float max_of(v16 x) {
     return best;
 #endif
 }
+static inline int any_at_least(v16 x, float least) {
+#ifdef __AVX512F__
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(least), _CMP_GE_OQ) != 0;
+#else
+    return max_of(x) >= least;
+#endif
+}
 static inline v16 choose(v16i mask, v16 yes, v16 no) { return (v16)(((v16i)yes & mask) | ((v16i)no & ~mask)); }
 static inline v16 max2(v16 a, v16 b) { return choose(a > b, a, b); }
 
