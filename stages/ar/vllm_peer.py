@@ -3,12 +3,14 @@
 A venv with vLLM has releases of torch and transformers of vLLM's choosing, so nothing else of the AR stage that is imported
 together with this may need more of them than a tokenizer and a config.
 
-Invariants: everything of vLLM runs in the loop's thread. After `stop` that thread and vLLM's processes are gone.
+Invariants: everything of vLLM runs in the loop's thread. After `stop` that thread and vLLM's processes are gone. They are
+gone too if this process is killed: a shell waits for the end of a pipe that only this process holds, and then kills them.
 """
 
 import asyncio
 import importlib
 import os
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -84,6 +86,7 @@ class VllmPeer:
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         self._engine: Any = None
         self._tasks: dict[str, Future[None]] = {}
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def start(self, arguments: Mapping[str, object], waiting: Callable[[], None]) -> int:
         for name, value in SETTINGS.items():
@@ -92,7 +95,9 @@ class VllmPeer:
         loading = asyncio.run_coroutine_threadsafe(self._load(arguments), self._loop)
         while True:
             try:
-                return loading.result(5)
+                length = loading.result(5)
+                self._guard = _guard()
+                return length
             except TimeoutError:
                 if loading.done():
                     raise
@@ -114,6 +119,9 @@ class VllmPeer:
             return
         if self._engine is not None:
             self._wait(self._shut)
+        if self._guard is not None:
+            self._guard.communicate()  # whatever is left of them
+            self._guard = None
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._engine = None
@@ -152,10 +160,18 @@ class VllmPeer:
             self._tasks.pop(ask.key, None)
 
     async def _shut(self) -> None:
-        self._engine.shutdown(timeout=5)
+        self._engine.shutdown(timeout=1)
 
     def _wait(self, work: Callable[[], Awaitable[Answer]]) -> Answer:
         async def run() -> Answer:
             return await work()
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(60)
+
+
+def _guard() -> "subprocess.Popen[bytes]":
+    """Kills all processes that this one has started so far, as soon as its standard input ends."""
+    psutil = importlib.import_module("psutil")
+    children = [str(one.pid) for one in psutil.Process().children(recursive=True)]
+    command = ["sh", "-c", 'cat >/dev/null; kill -9 "$@" 2>/dev/null', "sh", *children]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
 import pytest
 import torch
 
@@ -265,7 +266,10 @@ def test_smollm2_answers_in_vllm_in_a_stage_of_its_own_python() -> None:
         name="v", stages={StageName("thinker"): stage}, master=MasterSpec(bind="tcp://127.0.0.1:0"), api=ApiSpec(port=0)
     )
     with Omni(deploy) as omni:
+        started = [one for one in psutil.Process().children(recursive=True) if "VLLM" in one.name()]
         one, two = omni.generate(["What is the capital of France?", "List three fruits."])
         assert "Paris" in one.text
         assert two.text
         assert omni.call("thinker", "info")
+    assert started
+    assert not psutil.wait_procs(started, timeout=30)[1]

@@ -107,8 +107,8 @@ static double weigh(float *x, int64_t n, float best, float temperature, float le
     for (int64_t part = 0; part < GROUP; part++) {
         int64_t g = 0, at = part * many;
         for (; g + 16 <= many; g += 16) {
-            v16 weight = exp16((load(x + at + g) - best) * factor);
-            weight = choose(weight < least, splat(0), weight);
+            v16 weight = exp16_below((load(x + at + g) - best) * factor);
+            if (least > 0) weight = choose(weight < least, splat(0), weight);
             store(x + at + g, weight);
             store(groups + g, load(groups + g) + weight);
         }
@@ -123,6 +123,20 @@ static double weigh(float *x, int64_t n, float best, float temperature, float le
     }
     double total = 0;
     for (int64_t g = 0; g < many + n % GROUP; g++) total += groups[g];
+    return total;
+}
+
+/* The sum of exp((x - best) / temperature). */
+static double whole(const float *x, int64_t n, float best, float temperature) {
+    const float factor = 1.0f / temperature;
+    double total = 0;
+    int64_t i = 0;
+    while (i + 16 <= n) { /* partial sums, so that float32 is enough for them */
+        v16 sum = splat(0);
+        for (int64_t end = i + 4096; i + 16 <= n && i < end; i += 16) sum += exp16_below(load(x + i) * factor - best * factor);
+        total += sum_of(sum);
+    }
+    for (; i < n; i++) total += expf((x[i] - best) * factor);
     return total;
 }
 
@@ -173,7 +187,7 @@ static int draw_few(float *x, int64_t n, float best, const Rule *rule, float *gr
         total += weights[i] = exp(((double)found[i].value - best) / rule->temperature);
     if (!rule->top_k) {
         double seen = total;
-        total = weigh(x, n, best, rule->temperature, 0, groups);
+        total = whole(x, n, best, rule->temperature);
         if (total < seen) total = seen;
         if (seen < rule->top_p * total && wanted < n) return TOO_FEW;
     }

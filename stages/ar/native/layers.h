@@ -56,7 +56,7 @@ INLINE void NAME(heads, T)(const int parts, const int queries, const float *quer
         for (int64_t t = 16; t < room; t += 16) best = max2(best, load(mine + t));
         v16 highest = splat(max_of(best));
         for (int64_t t = 0; t < room; t += 16) {
-            v16 weight = exp16(load(mine + t) - highest);
+            v16 weight = exp16_below(load(mine + t) - highest);
             store(mine + t, weight);
             sum += weight;
         }
@@ -140,7 +140,7 @@ static void NAME(feed, T)(const Model *m, const Layer *layer, const ROW *rows_in
         for (int64_t i = 0; i < width; i += 16) {
             v16 x = load(gates + row * width + i);
             v16 z = m->gelu ? 1.595769122f * (x + 0.044715f * x * x * x) : x; /* gelu by tanh is x * sigmoid(z) */
-            NAME(put, T)(inner + row * m->inner + 16 * first + i, x / (1.0f + exp16(-z)) * load(ups + row * width + i));
+            NAME(put, T)(inner + row * m->inner + 16 * first + i, x * sigmoid16(z) * load(ups + row * width + i));
         }
 }
 

@@ -82,14 +82,13 @@ static inline v16 sums_of(v16 *x) {
            SHUFFLE(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
-/* e^x to 2 units in the last place for -87 <= x <= 88; what is smaller gives 0 or nearly so. Cephes' polynomial. */
-static inline v16 exp16(v16 x) {
-    v16i tiny = x < -87.0f;
-    x = choose(tiny, splat(-87.0f), x);
-    x = choose(x > 88.0f, splat(88.0f), x);
+/* e^x to 2 units in the last place for x <= 0 (0 below -87, -infinity included). Cephes' polynomial. */
+static inline v16 exp16_below(v16 x) {
+    x = max2(x, splat(-88.0f));
     v16 n = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: rounds to an integer */
-    v16i whole = (v16i)n - 0x4b400000;
+    v16i whole = (v16i)n << 23;            /* what is above the integer's bits is shifted out */
     n = n - 12582912.0f;
+    v16i none = x < -87.0f;
     x = x - n * 0.693359375f;
     x = x + n * 2.12194440e-4f;
     v16 y = splat(1.9875691500e-4f);
@@ -99,7 +98,11 @@ static inline v16 exp16(v16 x) {
     y = y * x + 1.6666665459e-1f;
     y = y * x + 5.0000001201e-1f;
     y = y * x * x + x + 1.0f;
-    v16 result = y * (v16)((whole + 127) << 23);
-    return choose(tiny, splat(0), result);
+    return (v16)(((v16i)y + whole) & ~none);
+}
+/* 1 / (1 + e^-x), for any x. */
+static inline v16 sigmoid16(v16 x) {
+    v16 e = exp16_below((v16)((v16i)x | (int)0x80000000)); /* of -|x| */
+    return choose(x < 0, e, splat(1)) / (1.0f + e);
 }
 #endif
