@@ -32,6 +32,7 @@ from proto.ids import StageName
 from proto.suggest import hint
 
 DEMO: Final = "demo://"
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 DEVICE = re.compile(r"^(cpu|mps|(cuda|xpu)(:[0-9]{1,3})?)$")
 ENGINE = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$", re.ASCII)
 ENV_NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -100,6 +101,9 @@ def _port_findings(deploy: Deploy) -> Iterator[Finding]:
     control = int(match["port"]) if match else 0
     if control and control == deploy.master.data_port:
         yield Finding("master.data_port", f"{control} is the port of `bind` too; choose another, or 0 for any")
+    if deploy.api.admin and deploy.api.host not in LOOPBACK:
+        message = f"whoever reaches {deploy.api.host} could load files and stop stages; only with api.host 127.0.0.1"
+        yield Finding("api.admin", message)
     if deploy.api.port and deploy.api.port in (control, deploy.master.data_port):
         yield Finding("api.port", f"{deploy.api.port} is a port of `master` too; choose another, or 0 for any")
 

@@ -15,6 +15,7 @@ import typer
 import uvloop
 from rich.console import Console
 
+from launch.calling import ask
 from launch.deploy_file import load_deploy
 from launch.explain import show
 from launch.local import LocalLauncher
@@ -53,6 +54,9 @@ SetOption = Annotated[
         help="Override one value of the deploy: stages.painter.replicas=2. May be repeated.",
     ),
 ]
+
+UrlOption = Annotated[str, typer.Option(metavar="URL", help="Where the pipeline's API listens, as launch prints it.")]
+DEFAULT_URL: Final = "http://127.0.0.1:8091"
 
 
 @app.command()
@@ -118,9 +122,7 @@ def explain(deploy: DeployArgument, overrides: SetOption = None) -> None:
 
 @app.command()
 def status(
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="Where the pipeline's API listens, as launch prints it.")
-    ] = "http://127.0.0.1:8091",
+    url: UrlOption = DEFAULT_URL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole status as JSON.")] = False,
 ) -> None:
     """Show a running pipeline: its stages, replicas and requests.
@@ -130,16 +132,61 @@ def status(
     try:
         body, found = _ask_status(url)
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        text = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
-        print(f"error: no pipeline answers at {url}: {text}", file=sys.stderr)  # noqa: T201
-        raise typer.Exit(EXIT_USAGE) from None
+        _no_answer(url, error)
+        return
     console = Console()
     if as_json:
         console.out(body.decode(), highlight=False)
     else:
         show_status(found, console)
     raise typer.Exit(0 if found.ready else EXIT_FAILED)
+
+
+@app.command()
+def call(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", show_default=False, help="A stage of the deploy.")],
+    method: Annotated[
+        str,
+        typer.Argument(
+            metavar="METHOD", show_default=False, help="stats, load_lora, list_loras, sleep, wake, start_profile, ..."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME=VALUE...", show_default=False, help="What the method takes.")
+    ] = None,
+    replica: Annotated[
+        list[int] | None,
+        typer.Option(metavar="NUMBER", help="Ask this replica, and not all of them. May be repeated."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="A replica that is later does not run it.")] = 30.0,
+    url: UrlOption = DEFAULT_URL,
+) -> None:
+    """Ask a running pipeline's stage something between two of its steps; prints its replicas' answers as JSON.
+
+    The deploy must allow it: [bold]api: {admin: true}[/bold].
+
+    [bold]omni-master call painter load_lora name=fox path=/models/fox-lora[/bold]
+    [bold]omni-master call thinker sleep[/bold]
+
+    Exit status: 0 done, 1 failed on some replica, 2 refused, or no pipeline answers.
+    """
+    try:
+        answers = ask(url, stage, method, _params(arguments or [], "argument"), replica or (), timeout)
+    except InvalidRequest as error:
+        _fail(error, EXIT_USAGE)
+    except OmniError as error:
+        _fail(error, EXIT_FAILED)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        _no_answer(url, error)
+    else:
+        Console().out(msgspec.json.format(msgspec.json.encode(answers)).decode(), highlight=False)
+
+
+def _no_answer(url: str, error: Exception) -> None:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    text = reason.strerror if isinstance(reason, OSError) and reason.strerror else reason
+    print(f"error: no pipeline answers at {url}: {text}", file=sys.stderr)  # noqa: T201
+    raise typer.Exit(EXIT_USAGE) from None
 
 
 def _ask_status(url: str) -> tuple[bytes, PipelineStatus]:
@@ -154,13 +201,13 @@ def _ask_status(url: str) -> tuple[bytes, PipelineStatus]:
         raise ValueError("what listens there is no pipeline, or one of another version") from None
 
 
-def _params(texts: list[str]) -> dict[str, Json]:
+def _params(texts: list[str], what: str = "--param") -> dict[str, Json]:
     """`NAME=VALUE` texts, the values as YAML has them."""
     params: dict[str, Json] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise InvalidRequest(f"--param {text!r} is not NAME=VALUE", field="param")
+            raise InvalidRequest(f"{what} {text!r} is not NAME=VALUE", field="param")
         params[name] = parse_value(value)
     return params
 

@@ -196,6 +196,8 @@ class CallFailed(StageFailed):
 
     def __init__(self, done: CallDone, stage: StageName, method: str) -> None:
         text = "; ".join(f"replica {replica}: {error}" for replica, error in sorted(done.errors.items()))
+        if done.values:
+            text += f"; done by {', '.join(str(replica) for replica in sorted(done.values))}"
         super().__init__(f"call {method!r} to stage {stage}: {text}", stage=stage)
         self.values: Final = done.values
         self.errors: Final = done.errors

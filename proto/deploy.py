@@ -90,6 +90,7 @@ class ApiSpec(_Section, frozen=True):
     host: str = "127.0.0.1"  # address of the HTTP API
     port: Port = 8091  # 0 lets the system pick one
     max_body_bytes: Bytes = 32 << 20  # larger HTTP bodies get 413
+    admin: bool = False  # callers may use the operator's routes: load adapters, put stages to sleep, ...
 
 
 class LimitsSpec(_Section, frozen=True):

@@ -5,6 +5,7 @@
     POST /v1/images/generations           omni.api.images, and so /v1/images/edits, /v1/videos/generations,
                                           /v1/audio/generations and /v1/latents/generations
     POST /v1/requests/ID/updates          omni.api.updates
+    POST /admin/call and two more         omni.api.admin
     GET  /health/live, /health/ready      omni.api.health
     GET  /status                          omni.status.PipelineStatus as JSON
     GET  /metrics                         omni.api.metrics
@@ -25,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from omni.api import errors
+from omni.api.admin import CALL, LOAD_LORA, UNLOAD_LORA, Admin
 from omni.api.bodies import ModelItem, ModelList
 from omni.api.catalog import Catalog
 from omni.api.chat import ROUTE as CHAT
@@ -64,6 +66,7 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
     lifetime = lifetime or Lifetime()
     catalog = Catalog(pipeline.deploy)
     models, health, metrics, requests = Models(catalog), Health(pipeline), Metrics(pipeline), Requests()
+    admin = Admin(pipeline)
     images = Images(pipeline, catalog, lifetime, requests)
     routes = [
         Route(_MODELS, models.list),
@@ -75,6 +78,9 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
         Route(AUDIO, images.audio, methods=["POST"]),
         Route(LATENTS, images.latents, methods=["POST"]),
         Route(UPDATES, Updates(pipeline, requests).update, methods=["POST"]),
+        Route(CALL, admin.call, methods=["POST"]),
+        Route(LOAD_LORA, admin.load_lora, methods=["POST"]),
+        Route(UNLOAD_LORA, admin.unload_lora, methods=["POST"]),
         Route("/health/live", health.live),
         Route("/health/ready", health.ready),
         Route("/status", health.status),

@@ -376,6 +376,39 @@ class MediaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 # --- POST /v1/requests/ID/updates -------------------------------------------------------------------------------------
 
 
+class CallBody(_Body, frozen=True):
+    """See `omni.pipeline.Pipeline.call`. Without `replicas`, all that are there."""
+
+    stage: str
+    method: str
+    args: dict[str, Json] | None = None
+    replicas: Annotated[list[int], Meta(min_length=1)] | None = None
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
+
+
+class CallAnswer(msgspec.Struct, frozen=True):
+    """Answers by replica."""
+
+    stage: str
+    method: str
+    answers: dict[str, Json]
+    object: Literal["stage.call"] = "stage.call"
+
+
+class LoadLoraBody(_Body, frozen=True):
+    """vLLM's names. `stage` may be left out where one stage alone takes adapters."""
+
+    lora_name: str
+    lora_path: str
+    weight_name: str | None = None
+    stage: str | None = None
+
+
+class UnloadLoraBody(_Body, frozen=True):
+    lora_name: str
+    stage: str | None = None
+
+
 class UpdateBody(_Body, frozen=True):
     """See `omni.request.UpdateRequest`. `wait`: for what the answer waits."""
 

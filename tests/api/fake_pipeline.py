@@ -19,6 +19,7 @@ import uvloop
 
 from omni.answers import Answers
 from omni.api.server import serve
+from omni.events import CallDone
 from omni.graph import Graph
 from omni.outputs import (
     ImageOutput,
@@ -37,10 +38,11 @@ from omni.planning import Planner
 from omni.request import GenerateRequest, UpdateRequest
 from omni.running import RunningRequest
 from omni.status import EdgeStatus, PipelineStatus, ReplicaStatus, StageStatus
+from omni.stream import CallFailed
 from omni.update_planning import Refused, plan_update
 from proto.deploy import ApiSpec, ArStage, Deploy, DiffusionStage, Kind, LimitsSpec, Link, ModelSpec, kind_of
-from proto.errors import OmniError, QueueFull
-from proto.ids import Epoch, EventId, RequestId, StageName
+from proto.errors import ErrorCode, ErrorInfo, OmniError, QueueFull
+from proto.ids import CallId, Epoch, EventId, RequestId, StageName
 from proto.messages import StageInfo, Timings, Updated, UpdateState, Usage
 from proto.params import Json
 
@@ -267,7 +269,15 @@ class FakePipeline:
         replicas: Sequence[int] | None = None,
         timeout_s: float = 30.0,
     ) -> Mapping[int, Json]:
-        raise NotImplementedError("the API calls no stage")
+        """Says what it was asked; what "fail" asks fails on the second of two replicas."""
+        if method == "fail":
+            fault = {1: ErrorInfo(ErrorCode.INVALID_REQUEST, "no folder", stage, "path")}
+            raise CallFailed(CallDone(CallId(1), {0: None}, {1: "no folder"}, fault), stage, method)
+        if method == "unload_lora":
+            fault = {0: ErrorInfo(ErrorCode.UNKNOWN_MODEL, "no adapter", stage, "name")}
+            raise CallFailed(CallDone(CallId(1), {}, {0: "no adapter"}, fault), stage, method)
+        asked = {"args": dict(args or {}), "replicas": None if replicas is None else list(replicas)}
+        return {0: asked | {"timeout_s": timeout_s}}
 
 
 class Server:

@@ -17,6 +17,7 @@ ESCAPE = "\x1b"
 OPTIONS = {
     "launch": ("--set", "--prompt", "--save", "--param", "--verbose", "-v", "--help"),
     "explain": ("--set", "--help"),
+    "call": ("--replica", "--timeout", "--url", "--help"),
     "status": ("--url", "--json", "--help"),
 }
 STAGE_OPTIONS = (

@@ -93,6 +93,29 @@ def test_status_as_json_is_the_apis(served: Served, tmp_path: Path) -> None:
     assert [stage["stage"] for stage in found["stages"]] == ["thinker", "painter"]
 
 
+def test_a_stage_is_called_from_a_shell(deploy: Path, tmp_path: Path) -> None:
+    with Served(deploy, tmp_path / "log", "--set", "api.admin=true") as served:
+        served.until_ready()
+        done = run(MASTER, "call", "thinker", "echo", "a=[1, 2]", "b=yes", "--url", served.url, cwd=tmp_path)
+        assert done.status == 0, done.err
+        assert json.loads(done.out)["0"]["args"] == {"a": [1, 2], "b": "yes"}
+        for wrong, words in ((("thinker", "sing"), "replica 0: no method 'sing'"), (("tinker", "echo"), "'thinker'")):
+            done = run(MASTER, "call", *wrong, "--url", served.url, cwd=tmp_path)
+            assert (done.status, done.out) == (2, "")
+            assert words in done.err
+        done = run(
+            MASTER, "call", "thinker", "hang", "seconds=3", "--timeout", "0.2", "--url", served.url, cwd=tmp_path
+        )
+        assert done.status == 1
+        assert "replica 0: " in done.err
+
+
+def test_calls_from_a_shell_need_the_deploys_leave(served: Served, tmp_path: Path) -> None:
+    done = run(MASTER, "call", "thinker", "echo", "--url", served.url, cwd=tmp_path)
+    assert done.status == 2
+    assert "api.admin" in done.err
+
+
 def test_stage_from_another_terminal_is_shown_and_leaves_again(served: Served, tmp_path: Path) -> None:
     with omni_stage(address_for_stages(served), "painter", tmp_path / "stage") as stage:
         until(

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 from proto.deploy import ArEngineSpec, ArParallelSpec, ArStage, LimitsSpec, ModelSpec
-from proto.errors import StartError
+from proto.errors import InvalidRequest, StageUnavailable, StartError
 from proto.ids import StageName
 from proto.messages import Tensor
 from proto.params import SamplingParams
@@ -96,6 +96,18 @@ def test_given_embeddings_and_chances_of_a_prompt_go_through_all_ranks(engines: 
         assert found[0]["tokens"] == found[1]["tokens"]
         chances = [[chance.logprob for chance in one["text"].prompt_logprobs] for one in found]  # type: ignore[union-attr]
         assert chances[0] == pytest.approx(chances[1], abs=1e-4)
+
+
+def test_all_ranks_sleep_and_wake_and_take_no_adapters(engines: tuple[ArEngine, ArEngine], tmp_path: Path) -> None:
+    one, two = engines
+    expected = tokens(run(one, [job("r", PROMPTS[1], GREEDY)])["r"])
+    assert two.call("sleep", {})["cache_freed_bytes"] > 0
+    with pytest.raises(StageUnavailable, match="asleep"):
+        two.submit(job("r", PROMPTS[1], GREEDY))
+    two.call("wake", {})
+    assert tokens(run(two, [job("r", PROMPTS[1], GREEDY)])["r"]) == expected
+    with pytest.raises(InvalidRequest, match="ranks"):
+        two.call("load_lora", {"name": "fox", "path": str(tmp_path)})
 
 
 def published(events: list[Event]) -> dict[str, np.ndarray]:
