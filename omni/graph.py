@@ -6,7 +6,7 @@ order in the order of the deploy; so the same deploy always gives the same graph
 """
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omni.graph_checks import Finding, Stages, graph_findings, split_link
 from proto.deploy import OUTPUTS, Deploy, Kind, kind_of
@@ -34,13 +34,15 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """`order` is topological; `entries` have no linked input, `visible` have an `output` that a caller may ask for.
-    All of them, and `edges` by their target, are in that order."""
+    """`order` is topological; `entries` have no linked input, `visible` have an `output` that a caller may ask for, `usual`
+    are those of them whose output is given when none is asked for by name: all but a stage that feeds another visible one
+    something else, and would do its own output on top. All of them, and `edges` by their target, are in that order."""
 
     order: tuple[StageName, ...]
     edges: tuple[Edge, ...]
     entries: tuple[StageName, ...]
     visible: tuple[StageName, ...]
+    usual: tuple[StageName, ...]
     _into: Mapping[StageName, tuple[Edge, ...]]
     _out_of: Mapping[StageName, tuple[Edge, ...]]
     _published: Mapping[StageName, tuple[str, ...]]
@@ -81,15 +83,22 @@ def _build(stages: Stages) -> Graph:
     order = _topological(stages)
     edges = tuple(edge for target in order for edge in _edges_into(stages, target))
     out_of = {name: tuple(edge for edge in edges if edge.source == name) for name in order}
-    return Graph(
+    visible = tuple(name for name in order if stages[name].output is not None)
+    published = {name: _published(stages, name, {edge.output for edge in out_of[name]}) for name in order}
+    graph = Graph(
         order=order,
         edges=edges,
         entries=tuple(name for name in order if not stages[name].inputs),
-        visible=tuple(name for name in order if stages[name].output is not None),
+        visible=visible,
+        usual=visible,
         _into={name: tuple(edge for edge in edges if edge.target == name) for name in order},
         _out_of=out_of,
-        _published={name: _published(stages, name, {edge.output for edge in out_of[name]}) for name in order},
+        _published=published,
     )
+    inner = {before for name in visible for before in graph.ancestors([name]) if before != name}
+    taken = {name for name in visible if (output := stages[name].output) and output.value in published[name]}
+    usual = tuple(name for name in visible if name not in inner or name in taken)
+    return replace(graph, usual=usual)
 
 
 def _edges_into(stages: Stages, target: StageName) -> Iterable[Edge]:

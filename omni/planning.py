@@ -81,7 +81,7 @@ class Planner:
         self, flat: Mapping[str, Json], outputs: Iterable[StageName] | None = None
     ) -> dict[StageName, dict[str, Json]]:
         """Give each flat parameter to every needed stage whose kind has it. Raises `InvalidRequest` for one that none has."""
-        stages = self.graph.ancestors(self.graph.visible if outputs is None else self._known(outputs))
+        stages = self.graph.ancestors(self.graph.usual if outputs is None else self._known(outputs))
         fields = {name: _fields(self.deploy.stages[name]) for name in stages}
         spread: dict[StageName, dict[str, Json]] = {}
         for key, value in flat.items():
@@ -96,7 +96,7 @@ class Planner:
     # --- what is wanted -----------------------------------------------------------------------------------------------
 
     def _wanted(self, request: GenerateRequest) -> tuple[StageName, ...]:
-        wanted = self.graph.visible if request.outputs is None else self._known(request.outputs)
+        wanted = self.graph.usual if request.outputs is None else self._known(request.outputs)
         if not wanted:
             raise InvalidRequest("no output is asked for", field="outputs")
         hidden = [name for name in wanted if name not in self.graph.visible]

@@ -310,7 +310,7 @@ INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
 }
 """What the stages of a kind can take, and the kinds of edge that fit each input."""
 
-DEMO_MODELS: Final[dict[str, str]] = {"smollm2-135m-instruct": "ar", "tiny-painter": "diffusion"}
+DEMO_MODELS: Final[dict[str, str]] = {"smollm2-135m-instruct": "ar", "tiny-painter": "diffusion", "painter": "diffusion"}
 """The models that `demo://NAME` may name, and the kind of stage that each is for."""
 
 

@@ -1,6 +1,6 @@
 """`model.path` to what is on disk. `demo://NAME` is a model made on this machine once, and then an ordinary checkpoint folder.
 
-Made under `$OMNI_CACHE`, else `$XDG_CACHE_HOME/omni-pipeline`, else `~/.cache/omni-pipeline`, in `NAME-vVERSION`.
+Made, unless it is one that is `SHIPPED`, under `$OMNI_CACHE`, else `$XDG_CACHE_HOME/omni-pipeline`, else `~/.cache/omni-pipeline`, in `NAME-vVERSION`.
 Invariant: a folder of that name is whole. It is built beside it and renamed, by one process at a time. No torch here.
 """
 
@@ -44,6 +44,9 @@ def _tiny_painter(folder: Path, report: Report) -> None:
     tiny_painter.build(folder)
 
 
+SHIPPED: Final[dict[str, Path]] = {"painter": Path(__file__).parents[1] / "diffusion" / "painter" / "weights"}
+"""Demo models that lie in this package, ready to load."""
+
 CACHE_BUILDERS: Final[dict[str, DemoModel]] = {
     "smollm2-135m-instruct": DemoModel(1, _smollm2),
     "tiny-painter": DemoModel(1, _tiny_painter),
@@ -59,6 +62,8 @@ def resolve_model(path: str, report: Report) -> Path:
     if not path.startswith(SCHEME):
         return Path(path).expanduser()
     name = path.removeprefix(SCHEME)
+    if name in SHIPPED:
+        return SHIPPED[name]
     model = CACHE_BUILDERS[name]
     folder = cache_root() / f"{name}-v{model.version}"
     if not folder.is_dir():
@@ -68,15 +73,16 @@ def resolve_model(path: str, report: Report) -> Path:
 
 def check_model(path: str) -> None:
     """Raise `StartError` if `path` is neither a known demo model nor on disk. Builds nothing."""
+    known = (*CACHE_BUILDERS, *SHIPPED)
     if path.startswith(SCHEME):
         name = path.removeprefix(SCHEME)
-        if name not in CACHE_BUILDERS:
-            words = f"model.path {path!r} names no demo model; {hint(name, CACHE_BUILDERS, 'demo models')}"
+        if name not in known:
+            words = f"model.path {path!r} names no demo model; {hint(name, known, 'demo models')}"
             raise StartError(words, field="model.path")
     elif not Path(path).expanduser().exists():
         raise StartError(
             f"model.path {path!r} is not there; give a checkpoint folder, a GGUF file or one of"
-            f" {', '.join(SCHEME + name for name in CACHE_BUILDERS)} (models are never downloaded)",
+            f" {', '.join(SCHEME + name for name in known)} (models are never downloaded)",
             field="model.path",
         )
 

@@ -308,13 +308,23 @@ def test_a_companion_runs_through_all_the_stages_before_its_link() -> None:
     negative = by_key[TaskKey(second, "negative")]
     assert negative.links == {"prompt": Source(TaskKey(first, "negative"), "text")}
     assert (negative.publish, negative.emit) == (("kv",), ())
-    assert (by_key[TaskKey(second)].publish, by_key[TaskKey(second)].emit) == (("kv",), ("text",))
+    assert (by_key[TaskKey(second)].publish, by_key[TaskKey(second)].emit) == (("kv",), ())
     assert by_key[TaskKey(painter)].links == {
         "kv": Source(TaskKey(second), "kv"),
         "negative_kv": Source(TaskKey(second, "negative"), "kv"),
         "prompt": Source(TaskKey(first), "text"),
     }
     assert by_key[TaskKey(painter)].params == DiffusionParams(seed=3)  # the companion has the negative prompt
+
+
+def test_words_that_no_other_stage_needs_are_written_only_when_asked_for() -> None:
+    """A thinker whose keys and values feed the painter would have to answer on top."""
+    spec = deploy(thinker=ar(), painter=diffusion(kv="thinker.kv", companion="kv"))
+    thinker, _, painter = plan(asked(), spec, {}).tasks
+    assert (thinker.emit, thinker.publish, painter.emit) == ((), ("kv",), ("image",))
+    thinker = plan(asked(outputs=(THINKER, PAINTER)), spec, {}).tasks[0]
+    assert (thinker.emit, thinker.publish) == (("text",), ("kv",))
+    assert plan(asked(outputs=(THINKER,)), spec, {}).tasks[0].emit == ("text",)
 
 
 def test_a_companion_without_a_prompt_gets_an_empty_one_and_a_default_is_one() -> None:
