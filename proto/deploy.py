@@ -162,11 +162,12 @@ class DiffusionParallelSpec(_Section, frozen=True):
 
 
 class PromptSpec(_Section, frozen=True):
-    """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched."""
+    """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched, but see `caption`."""
 
     chat: bool = True  # a plain prompt goes through the tokenizer's chat template; false: `template` is all there is
     system: str | None = None  # system message of a plain prompt
     template: str = "{prompt}"  # {prompt} stands for what came in
+    caption: str | None = None  # system message of a chat that asks for an image too, where it has none of its own
 
 
 class LoraSpec(_Section, frozen=True):
@@ -310,7 +311,11 @@ INPUTS: Final[dict[str, dict[str, tuple[Kind, ...]]]] = {
 }
 """What the stages of a kind can take, and the kinds of edge that fit each input."""
 
-DEMO_MODELS: Final[dict[str, str]] = {"smollm2-135m-instruct": "ar", "tiny-painter": "diffusion", "painter": "diffusion"}
+DEMO_MODELS: Final[dict[str, str]] = {
+    "smollm2-135m-instruct": "ar",
+    "tiny-painter": "diffusion",
+    "painter": "diffusion",
+}
 """The models that `demo://NAME` may name, and the kind of stage that each is for."""
 
 

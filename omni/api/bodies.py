@@ -46,6 +46,7 @@ class MessageBody(_Body, frozen=True):
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same in another spelling
     refusal: None = None
+    images: list[dict[str, Json]] | None = None  # of an earlier answer: accepted, not used
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Json], Meta(max_length=0)] | None = None
@@ -121,6 +122,7 @@ class ChatBody(_Body, frozen=True):
     resumable: bool | None = None
     lora: str | None = None
     lora_scale: float | None = None
+    modalities: list[Literal["text", "image"]] | None = None  # ["text", "image"]: what the answer says is drawn too
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # this and the next three: accepted, not used
@@ -132,8 +134,7 @@ class ChatBody(_Body, frozen=True):
 _NO_TOOLS: Final = "say it with tools"
 
 CHAT_REFUSED: Final[dict[str, Refused]] = {
-    "modalities": Refused((["text"],), 'this route answers with text; use ["text"]'),
-    "audio": Refused((), "this route answers with text"),
+    "audio": Refused((), "this route answers with text and images"),
     "functions": Refused(([],), _NO_TOOLS),
     "function_call": Refused(("none", "auto"), _NO_TOOLS),
     "web_search_options": Refused((), "this server searches nothing"),
@@ -166,12 +167,26 @@ class CallItem(msgspec.Struct, frozen=True):
     type: Literal["function"] = "function"
 
 
+class ImageUrl(msgspec.Struct, frozen=True):
+    """`url` is a data URL: the picture itself."""
+
+    url: str
+
+
+class ImagePart(msgspec.Struct, frozen=True):
+    """Of `images` in an answer; not of OpenAI's."""
+
+    image_url: ImageUrl
+    type: Literal["image_url"] = "image_url"
+
+
 class AnswerMessage(msgspec.Struct, frozen=True):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     tool_calls: list[CallItem] | msgspec.UnsetType = msgspec.UNSET
+    images: list[ImagePart] | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -214,6 +229,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallItem] | None = None
+    images: list[ImagePart] | None = None
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

@@ -59,6 +59,11 @@ class Catalog:
         writers = (edge.source for edge in self._graph.into(stage) if edge.input == "prompt")
         return next((name for name in writers if self._visible.get(name) is Kind.TEXT), None)
 
+    def leads_to(self, writer: StageName, stage: StageName) -> bool:
+        """Whether what `writer` writes reaches `stage` as text, directly or not."""
+        needed = self._graph.ancestors([stage])
+        return any(edge.kind is Kind.TEXT and edge.target in needed for edge in self._graph.out_of(writer))
+
     def _not_servable(self, wanted: Kind, route: str, has: str) -> NotServable:
         kinds = [kind for kind, outputs in OUTPUTS.items() if wanted in outputs.values()]
         served = {kind_of(spec) for spec in self._deploy.stages.values()}

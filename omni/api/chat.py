@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: the text of one AR stage, whole or as server-sent events.
+"""POST /v1/chat/completions: the text of one AR stage, whole or as server-sent events, and pictures of it.
 
 A stream's first byte is sent when there is a first piece of text, so a request that is refused or fails before that
 still gets its proper status. `seed` goes to every stage that the answer needs; the other settings to the stage
@@ -7,7 +7,7 @@ that answers.
 
 import functools
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from time import time
 from typing import Final
@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from omni.api import bodies
 from omni.api.catalog import Catalog
+from omni.api.chat_pictures import Drawing, draw, drawing_for, instructed
 from omni.api.decode import convert, drop_harmless, read_object
 from omni.api.errors import error_answer, log_bug
 from omni.api.lifetime import Events, Lifetime, while_connected
@@ -53,6 +54,7 @@ class ChatCall:
     stream: bool
     usage_chunk: bool
     choices: int
+    drawing: Drawing | None
 
 
 class Chat:
@@ -71,8 +73,14 @@ class Chat:
         with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
+        pictures = await while_connected(http, self._pictures(call, output))
         choices = [
-            bodies.Choice(_message(one, call.id, index), _finish(one), index, _chances(one.logprobs))
+            bodies.Choice(
+                msgspec.structs.replace(_message(one, call.id, index), images=pictures or msgspec.UNSET),
+                _finish(one),
+                index,
+                _chances(one.logprobs),
+            )
             for index, one in enumerate(_answers(done))
         ]
         prompt = _chances(done.output.prompt_logprobs) if isinstance(done.output, TextOutput) else None
@@ -92,15 +100,29 @@ class Chat:
         spelling: Spelling = {"prompt": "messages"}
         params = _sampling(body, spelling)
         convert(params, SamplingParams, spelling=spelling)
+        drawing = drawing_for(body, stage, self._catalog, ROUTE)
+        messages = tuple(to_message(message, index) for index, message in enumerate(body.messages))
+        given: dict[StageName, Mapping[str, Json]] = dict(per_stage(self._pipeline, self._catalog, stage, params))
+        if drawing is not None and not drawing.afterwards:
+            given.update(drawing.params)
         request = GenerateRequest(
-            messages=tuple(to_message(message, index) for index, message in enumerate(body.messages)),
+            messages=instructed(messages, self._pipeline, drawing),
             tools=tools_of(body),
             template=body.chat_template_kwargs or {},
-            outputs=(stage,),
-            params=per_stage(self._pipeline, self._catalog, stage, params),
+            outputs=(stage,) if drawing is None else drawing.outputs,
+            params=given,
         )
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        return ChatCall(name, int(time()), body.model, stage, request, spelling, bool(body.stream), usage, body.n or 1)
+        return ChatCall(
+            name, int(time()), body.model, stage, request, spelling, bool(body.stream), usage, body.n or 1, drawing
+        )
+
+    async def _pictures(self, call: ChatCall, output: RequestOutput) -> list[bodies.ImagePart]:
+        """Of what the answer says; none where none was asked for."""
+        if call.drawing is None:
+            return []
+        text = _answers(_done(output, call.stage))[0].text
+        return await draw(call.drawing, output, text, self._pipeline, self._lifetime)
 
     async def _stream(self, http: Request, call: ChatCall, events: RunningRequest) -> Response:
         try:
@@ -146,6 +168,8 @@ class Chat:
                     yield _chunk(call, None, usage=none_yet, update=_told(event))
                 event = await self._lifetime.next(events)
             done = _done(event, call.stage)
+            if pictures := await self._pictures(call, event):
+                yield _chunk(call, bodies.Delta(images=pictures), usage=none_yet)
             for index, one in enumerate(_answers(done)):
                 rest = _chances(one.logprobs[told[index] :])
                 yield _chunk(call, bodies.Delta(), index, finish=_finish(one), usage=none_yet, logprobs=rest)

@@ -81,7 +81,8 @@ def only(stage: str, deploy: Deploy) -> Deploy:
 
 def colour_of(prompt: str) -> tuple[int, int, int]:
     """The colour in "... #rrggbb"."""
-    digits = prompt.rpartition("#")[2][:6]
+    _, mark, rest = prompt.rpartition("#")
+    digits = rest[:6] if mark else ""
     return (int(digits[0:2], 16), int(digits[2:4], 16), int(digits[4:6], 16)) if len(digits) == 6 else (0, 0, 0)
 
 

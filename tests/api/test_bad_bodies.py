@@ -53,7 +53,7 @@ BAD_CHAT_BODIES: dict[str, BadBody] = {
     "stream options without stream": BadBody(
         {"model": "demo", "messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"
     ),
-    "audio": BadBody({"model": "demo", "messages": HELLO, "modalities": ["text", "audio"]}, "modalities"),
+    "audio": BadBody({"model": "demo", "messages": HELLO, "modalities": ["text", "audio"]}, "modalities[1]"),
     "tool without function": BadBody(
         {"model": "demo", "messages": HELLO, "tools": [{"type": "function"}]}, "tools[0].function"
     ),
