@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from launch.parallel_checks import parallel_findings
+from launch.switch_checks import switch_findings
 from launch.vllm_checks import VLLM, vllm_findings
 from omni.graph import Finding
 from proto.deploy import (
@@ -48,6 +49,7 @@ def deploy_findings(deploy: Deploy, check_paths: bool) -> Iterator[Finding]:
         yield from _device_findings(stage, path)
         yield from parallel_findings(stage, path)
         yield from _kind_findings(stage, path)
+        yield from switch_findings(stage, path)
         yield from _model_findings(stage, path, check_paths)
         yield from _lora_findings(stage, path, check_paths)
     yield from _encoder_findings(deploy)

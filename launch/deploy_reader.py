@@ -170,14 +170,15 @@ class DeployReader:
         """Note an unknown key; the key that was meant, or ""."""
         names = [field.encode_name for field in kind.fields]
         where = join(path, key)
-        kinds = [name for name, other in siblings if key in (field.encode_name for field in other.fields)]
+        having = [name for name, other in siblings if key in (field.encode_name for field in other.fields)]
         inside = [
             f"{field.encode_name}.{key}"
             for field in kind.fields
             if (deeper := _struct_at(kind, field.encode_name)) and key in (one.encode_name for one in deeper.fields)
         ]
-        if kinds:
-            self._note(entry.origin, where, f"unknown key; only stages of kind {' or '.join(kinds)} have it")
+        if having:
+            whose = "those of method" if kind.tag_field == "method" else "stages of kind"
+            self._note(entry.origin, where, f"unknown key; only {whose} {' or '.join(having)} have it")
         elif inside and nearest(key, names) is None:
             self._note(entry.origin, where, f"unknown key; did you mean {inside[0]!r}?")
         else:

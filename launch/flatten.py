@@ -30,7 +30,7 @@ def flatten(deploy: Deploy) -> Iterator[Leaf]:
 def _walk(value: Json, kind: mi.Type, path: str) -> Iterator[Leaf]:
     kinds = options(kind)
     tagged = variants(kinds)
-    if tagged is not None:
+    if tagged is not None and value is not None:
         chosen = next(one for one in tagged if one.cls is type(value))
         yield Leaf(join(path, str(chosen.tag_field)), chosen.tag)
         yield from _walk(value, chosen, path)

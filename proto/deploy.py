@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from proto.ids import StageName
 from proto.params import MAX_PIXELS_A_SIDE, DiffusionParams, SamplingParams
+from proto.step_cache import StepCacheSpec
 
 DURATION: Final = "duration"
 SIZE: Final = "size"
@@ -72,6 +73,26 @@ class KvAt(enum.Enum):
     END = "end"
 
 
+class Compile(enum.Enum):
+    NONE = "none"
+    REGIONAL = "regional"  # the repeated blocks, one compilation for all of them
+    FULL = "full"  # the denoiser's whole forward
+
+
+class Offload(enum.Enum):
+    NONE = "none"
+    MODEL = "model"  # one model at a time is on the device, the others are in host memory
+    SEQUENTIAL = "sequential"  # one layer at a time
+    GROUP = "group"  # one layer at a time, the next one on its way
+
+
+class Quantizer(enum.Enum):
+    TORCHAO = "torchao"
+    QUANTO = "quanto"
+    BITSANDBYTES = "bitsandbytes"
+    GGUF = "gguf"
+
+
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of every mapping in the deploy."""
 
@@ -103,6 +124,24 @@ class LimitsSpec(_Section, frozen=True):
     request_timeout: Seconds | None = None  # a request still running after so long fails with 504
 
 
+class QuantizationSpec(_Section, frozen=True):
+    """How one component's weights are stored in fewer bits. `transformer: torchao` is short for `{method: torchao}`."""
+
+    method: Annotated[Quantizer, Meta(extra={SHORTHAND: True})]  # torchao, quanto, bitsandbytes or gguf
+    weights: str | None = None  # one of QUANTIZED[method]; default: the first of them
+    keep: tuple[str, ...] = ()  # modules that are not converted, by name
+    file: str | None = None  # gguf: the file with the weights, inside the pipeline folder
+
+
+QUANTIZED: Final[dict[Quantizer, tuple[str, ...]]] = {
+    Quantizer.TORCHAO: ("int8", "int8_dynamic", "int4", "float8", "float8_dynamic"),
+    Quantizer.QUANTO: ("int8", "int4", "int2", "float8"),
+    Quantizer.BITSANDBYTES: ("nf4", "fp4", "int8"),
+    Quantizer.GGUF: (),
+}
+"""What each method can make of weights; the first is the default. A GGUF file has been made already."""
+
+
 class ModelSpec(_Section, frozen=True):
     path: str | None = None  # checkpoint folder, GGUF file, or demo://NAME
     tokenizer: str | None = None  # folder of an AR stage's tokenizer; default: where the model is
@@ -110,6 +149,7 @@ class ModelSpec(_Section, frozen=True):
     pipeline_class: str | None = None  # diffusers class to use instead of the one in model_index.json
     custom_pipeline: str | None = None  # file or folder (pipeline.py) with the code of the pipeline's class
     trust_remote_code: bool = False  # run Python code that comes with the model, with all rights of the stage
+    quantization: dict[str, QuantizationSpec] = {}  # diffusion: by component: {transformer: torchao}
 
 
 class Link(_Section, frozen=True, rename={"source": "from"}):
@@ -228,6 +268,10 @@ class DiffusionEngineSpec(_Section, frozen=True):
     vae_tiling: bool = False  # decode in tiles, with less memory
     loras: dict[Name, LoraSpec] = {}  # adapters loaded when the stage starts, by name
     recipe: str | None = None  # package.module:NAME, what is particular to the pipeline's family
+    compile: Compile = Compile.NONE  # of the denoiser: none, regional or full; slow to start, faster to answer
+    attention: str | None = None  # diffusers' attention backend for the denoiser: native, flash, sage, ...
+    offload: Offload = Offload.NONE  # none, model, sequential or group: weights wait in host memory, not on the device
+    step_cache: StepCacheSpec | None = None  # one of diffusers' caches of the denoiser, by its `method`
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 
 

@@ -1,5 +1,6 @@
 """What a diffusion stage gives back while it sleeps: the encoded prompts that it keeps, and an accelerator's memory."""
 
+from proto.errors import InvalidRequest
 from proto.params import Json
 from stages import sleeping
 from stages.diffusion import library
@@ -15,7 +16,15 @@ class PainterBed:
         self._prompts = prompts
 
     def sleep(self) -> dict[str, Json]:
-        """Weights to the host, unless they are there: what was moved and freed, in bytes."""
+        """Weights to the host, unless they are there: what was moved and freed, in bytes. Raises `InvalidRequest` for a
+        stage whose weights are moved by others."""
+        if self._painter.offloaded:
+            stage = self._painter.stage
+            raise InvalidRequest(
+                f"stage {stage}: its weights wait in host memory already (engine.offload), so it cannot sleep",
+                stage=stage,
+                field="method",
+            )
         freed = self._prompts.size
         self._prompts.clear()
         moved = sleeping.to_host(library.modules(self._painter.pipe).values(), self._painter.device)

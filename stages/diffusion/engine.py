@@ -180,6 +180,8 @@ class DiffusionEngine:
         self._operator.close()
         self._remove_sites()
         self._remove_sites = lambda: None
+        if self._painter is not None and self._painter.step_caches is not None:
+            self._painter.step_caches.remove()
         self._painter = None
 
     # --- one unit of work ---------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def classify(call: Call) -> Form:
     rows = rows_of(call)
     rules: dict[str, Rule] = {}
     try:
-        if call.rest:
+        if call.rest or call.inside is not None:
             raise Opaque
         for name, value in call.arguments.items():
             rules[name] = _rule(call, name, value, rows)

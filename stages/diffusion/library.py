@@ -116,6 +116,12 @@ def use_vae(pipe: DiffusionPipeline, *, slicing: bool, tiling: bool) -> list[str
     return missing
 
 
+def guides(pipe: DiffusionPipeline) -> bool:
+    """Whether the running call, at its start, computes an unconditional half beside the conditional one."""
+    said = getattr(pipe, "do_classifier_free_guidance", None)
+    return bool(said) if said is not None else float(attribute(pipe, "_guidance_scale") or 0) > 1
+
+
 def attribute(pipe: DiffusionPipeline, *names: str) -> Json:
     """The first of the pipeline's own attributes that exists, or None."""
     own = vars(pipe)

@@ -16,19 +16,20 @@ import transformers
 from diffusers import DiffusionPipeline
 from safetensors import safe_open
 
-from proto.deploy import INPUTS, DiffusionStage, ModelSpec
+from proto.deploy import INPUTS, DiffusionStage, ModelSpec, Offload
 from proto.errors import StartError
 from proto.ids import StageName
 from proto.messages import StageInfo
 from proto.params import Json
 from stages.demo.models import resolve_model
 from stages.devices import usable_device
-from stages.diffusion import library
+from stages.diffusion import library, quantization, switches
 from stages.diffusion.builtin_pipelines import builtin_model, builtin_pipeline
 from stages.diffusion.families import corrected
 from stages.diffusion.own_code import OwnCode, find_own_code, own_pipeline_class, private_modules
 from stages.diffusion.recipes import Recipe, recipe_for
 from stages.diffusion.signature import FRAME_RATES, CallSignature, read_signature
+from stages.diffusion.step_caches import StepCaches
 from stages.engine import LoadContext
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,6 +51,8 @@ class Painter:
     device: torch.device
     dtype: torch.dtype
     info: StageInfo
+    step_caches: StepCaches | None = None
+    offloaded: bool = False  # hooks of the library move the weights: nobody else may
 
 
 def load_painter(context: LoadContext) -> Painter:
@@ -60,15 +63,17 @@ def load_painter(context: LoadContext) -> Painter:
     code = find_own_code(context.stage, model, folder, index)
     device = usable_device(context)
     dtype = _dtype(context.stage, model, folder, index, device)
+    quantizers = quantization.configs(context.stage, model, folder, index, device)
     with private_modules(code):
         pipeline_class = _pipeline_class(context.stage, model, index, code)
         try:
-            pipe = _load(folder, index, pipeline_class, dtype, context.report, trusted=bool(code.files)).to(device)
+            pipe = _load(folder, index, pipeline_class, dtype, context.report, quantizers, trusted=bool(code.files))
         except (OSError, ValueError, RuntimeError) as error:
             raise StartError(
                 f"stage {context.stage}: {pipeline_class.__name__} cannot be loaded from {model.path!r}: {error}",
                 stage=context.stage,
             ) from error
+    step_caches = _throw_switches(pipe, context, device, dtype)
     signature = read_signature(type(pipe))
     recipe = corrected(context.stage, pipe, recipe_for(pipe, signature), context.spec.engine.recipe)
     if "audio" in recipe.media and recipe.sample_rate is None:
@@ -76,7 +81,19 @@ def load_painter(context: LoadContext) -> Painter:
             f"stage {context.stage}: no component of {model.path!r} says its sample rate", stage=context.stage
         )
     info = _describe(pipe, signature, recipe, device, dtype)
-    return Painter(context.stage, pipe, signature, recipe, device, dtype, info)
+    assert isinstance(context.spec, DiffusionStage)
+    offloaded = context.spec.engine.offload is not Offload.NONE
+    return Painter(context.stage, pipe, signature, recipe, device, dtype, info, step_caches, offloaded)
+
+
+def _throw_switches(
+    pipe: DiffusionPipeline, context: LoadContext, device: torch.device, dtype: torch.dtype
+) -> StepCaches | None:
+    assert isinstance(context.spec, DiffusionStage)
+    try:
+        return switches.throw(pipe, context.spec.engine, device, dtype, context.report)
+    except switches.Refused as error:
+        raise StartError(f"stage {context.stage}: {error}", stage=context.stage, field=error.field) from error
 
 
 def _read_index(context: LoadContext) -> tuple[Path, Mapping[str, Json]]:
@@ -140,6 +157,7 @@ def _load(
     pipeline_class: type[DiffusionPipeline],
     dtype: torch.dtype,
     report: Callable[[str, float | None], None],
+    quantizers: Mapping[str, quantization.Quantized],
     *,
     trusted: bool = False,
 ) -> DiffusionPipeline:
@@ -155,6 +173,9 @@ def _load(
     parts: dict[str, torch.nn.Module] = {}
     for done, (name, cls) in enumerate(classes.items()):
         report(f"loading {name} ({cls.__name__})", 0.9 * done / len(classes))
+        if name in quantizers:
+            parts[name] = quantizers[name].load(folder, name, cls, dtype)
+            continue
         parts[name] = cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype)
     report(f"assembling {pipeline_class.__name__}", 0.9)
     absent = dict.fromkeys(name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name]))

@@ -156,6 +156,8 @@ class Loras:
     def _check_able(self) -> None:
         if not self._parts:
             raise self._refusal(f"{self._painter.info.model} takes no LoRA adapters", "method")
+        if self._painter.offloaded:
+            raise self._refusal("adapters cannot be loaded into weights that engine.offload moves", "method")
         if importlib.util.find_spec("peft") is None:
             raise self._refusal("LoRA needs the package peft: pip install 'omni-pipeline[lora]'", "method")
 

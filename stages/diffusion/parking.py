@@ -7,6 +7,7 @@ comes to one parks there with a `Call`, and goes on with what the engine answers
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -34,14 +35,16 @@ class Site:
 
 
 class Call:
-    """A call that a fiber wants made, and what came of it. The site's arguments are as the pipeline gave them."""
+    """A call that a fiber wants made, and what came of it. The site's arguments are as the pipeline gave them. `inside`:
+    what must hold while it is made; such a call is its request's own, and is made alone and whole."""
 
-    __slots__ = ("_answer", "_error", "arguments", "rest", "site")
+    __slots__ = ("_answer", "_error", "arguments", "inside", "rest", "site")
 
     def __init__(self, site: Site, args: Sequence[Json], kwargs: Mapping[str, Json]) -> None:
         self.site = site
         self.arguments: Mapping[str, Json] = {**dict(zip(site.names, args, strict=False)), **kwargs} if args else kwargs
         self.rest = tuple(args[len(site.names) :])  # beyond the named ones
+        self.inside: Callable[[], AbstractContextManager[None]] | None = None
         self._answer: Json = None
         self._error: BaseException | None = None
 
@@ -65,6 +68,12 @@ class Call:
 
     def make(self) -> Json:
         """Make the call by itself, exactly as the pipeline would have."""
+        if self.inside is not None:
+            with self.inside():
+                return self._make()
+        return self._make()
+
+    def _make(self) -> Json:
         return self.site.function(*self.rest, **self.arguments) if not self.rest else self._make_with_rest()
 
     def _make_with_rest(self) -> Json:

@@ -24,6 +24,7 @@ from stages.diffusion.outputs import Artifact
 from stages.diffusion.parking import Call
 from stages.diffusion.partials import Partials
 from stages.diffusion.scheduler import Phase
+from stages.diffusion.step_caches import Session
 from stages.engine import Finished, Job
 
 
@@ -53,6 +54,7 @@ class PaintRequest:
     _forwards_seen: int = 0
     _resumed_at: float = 0.0
     _fiber: Fiber[Call, dict[str, Artifact]] | None = None
+    _remembered: Session | None = None  # by the stage's step cache
 
     def __post_init__(self) -> None:
         self.partials = Partials(self.job, self.params, self.painter)
@@ -82,7 +84,7 @@ class PaintRequest:
         """After the end: the terminal event; its detail's `total` is the time from `queued_at`. Raises what the pipeline raised."""
         ended = self._at_work()
         self._fiber = None  # it refers to this request: end the circle, or the tensors would stay
-        self._latents = None
+        self._latents = self._remembered = None
         total = time.perf_counter() - self.queued_at
         return outputs.finish(self.job, ended.result(), {**self.meter.detail(), "total": total})
 
@@ -92,7 +94,7 @@ class PaintRequest:
             self._fiber.abort()
             self._fiber = None
         self.call = None
-        self._latents = None
+        self._latents = self._remembered = None
 
     def _at_work(self) -> Fiber[Call, dict[str, Artifact]]:
         if self._fiber is None:
@@ -114,6 +116,8 @@ class PaintRequest:
         def stop(call: Call) -> None:
             self.meter.worked(self._phase, time.perf_counter() - self._resumed_at)
             self._phase = call.site.phase
+            if self._remembered is not None:
+                self._remembered.attach(call)
             park(call)
             self._resumed_at = time.perf_counter()
 
@@ -122,6 +126,8 @@ class PaintRequest:
     def _call_pipeline(self) -> dict[str, Artifact]:
         with torch.inference_mode():  # holds for one thread only
             pipe = private_copy(self.painter.pipe)
+            if self.painter.step_caches is not None:
+                self._remembered = self.painter.step_caches.session(pipe)
             seeds = arguments.choose_seeds(self.params)
             kwargs = arguments.build(self.job, self.params, seeds, self.painter)
             if (kind := outputs.output_type(self.job, self.painter)) is not None:
@@ -156,6 +162,8 @@ class PaintRequest:
     def _step_done(self, pipe: DiffusionPipeline, latents: Json, scheduler: SchedulerMixin | None) -> None:
         meter = self.meter
         meter.steps += 1
+        if self._remembered is not None:
+            self._remembered.step_done()
         self._latents = latents if isinstance(latents, torch.Tensor) else None
         total = max(meter.steps, library.planned_steps(pipe, scheduler))
         self._steps.append(Step(meter.steps, total, self._latents))
@@ -177,7 +185,14 @@ def private_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
     for name, scheduler in library.schedulers(pipe).items():
         object.__setattr__(mine, name, copy.deepcopy(scheduler))  # the class's own setattr writes to the shared config
     mine.set_progress_bar_config(disable=True)
+    object.__setattr__(
+        mine, "maybe_free_model_hooks", _nothing
+    )  # it would reset what others share, and unhook offloads
     return mine
+
+
+def _nothing() -> None:
+    pass
 
 
 def _wrap_step(scheduler: SchedulerMixin, step_done: Callable[[Json, SchedulerMixin | None], None]) -> None:
