@@ -44,4 +44,6 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1).cpu()
+    if flat.numel() == 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)  # one that was expanded has no stride to view it by
     return xxhash.xxh3_128_digest(flat.view(torch.uint8).numpy() if flat.numel() else b"")

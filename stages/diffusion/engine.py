@@ -19,8 +19,8 @@ import torch
 from proto.calls import Method, NoArgs
 from proto.deploy import DiffusionStage
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
-from proto.ids import RequestId
-from proto.messages import Progress, StageInfo, Started
+from proto.ids import EventId, RequestId
+from proto.messages import Change, Progress, StageInfo, Started
 from proto.params import Json, LoraUse
 from stages.diffusion import library, parking, trials
 from stages.diffusion.admission import AtOnce, ForCompany
@@ -35,9 +35,11 @@ from stages.diffusion.memory import Watch, gauge_for
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
+from stages.diffusion.rehearsal import Rehearsal
 from stages.diffusion.request import PaintRequest, resume_all
 from stages.diffusion.runner import Runner, lacks_memory
 from stages.diffusion.scheduler import NOTHING, Admit, Group, Limits, OverBudget, Phase, Scheduler, Work
+from stages.diffusion.updates import Updates
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 from stages.operator_calls import OperatorCalls
 from stages.rpc import Handler
@@ -76,6 +78,7 @@ class DiffusionEngine:
         self._runner = Runner(painter.device)
         self._prompts = PromptCache(spec.prompt_cache)
         self._previews = Previews(painter, spec.preview_every)
+        self._updates = Updates(painter)
         self._loras = Loras(painter)
         self._operator = OperatorCalls(
             painter.stage,
@@ -143,6 +146,8 @@ class DiffusionEngine:
     def step(self) -> list[Event]:
         """Start a request, or make the calls that the scheduler puts together and take their requests to the next ones.
         Between two such units there may be one that draws a preview."""
+        if self._updates.due:
+            return self._rehearse(self._updates.due.popleft())
         if self._previews.due():
             return self._previews.draw()
         now = time.perf_counter()
@@ -154,9 +159,24 @@ class DiffusionEngine:
         threading.Event().wait(min(self._scheduler.wait_s(now), _NAP_S))
         return []
 
+    def update(self, request: RequestId, event: EventId, change: Change) -> None:
+        """Other words for a request, from the start of its next step on. Raises `InvalidRequest` for one that cannot have
+        them; what shows only when they are encoded is refused by an `Updated`."""
+        found = self._requests.get(request)
+        if found is None:
+            raise InvalidRequest(f"stage {self._stage()}: the request is over", stage=self._stage())
+        self._updates.ask(found, event, change)
+        if self._updates.wants(found) and self._scheduler.hold(request):
+            self._updates.due.append(request)
+
+    def wake_s(self) -> float | None:
+        """Nothing happens here by itself."""
+        return None
+
     def abort(self, request: RequestId) -> None:
         """Forget the request, wherever it is. Unknown ones are done already."""
         if self._scheduler.remove(request):
+            self._drop_rehearsals(request)
             self._requests.pop(request).abort()
             self._forms.pop(request, None)
             self._previews.forget(request)
@@ -192,7 +212,7 @@ class DiffusionEngine:
 
     def _run(self, group: Group[RequestId]) -> list[Event]:
         """Make the group's calls and resume its requests. What raises in company is made again one by one."""
-        requests = [self._requests[name] for name in group.requests]
+        requests = [self._named(name) for name in group.requests]
         calls = [request.call for request in requests if request.call is not None]
         forms = [self._forms[name] for name in group.requests]
         self._watch.begin()
@@ -207,8 +227,10 @@ class DiffusionEngine:
                 return []
             calls[0].fail(error)
         else:
-            for call, result in zip(calls, results, strict=True):
+            for request, call, result in zip(requests, calls, results, strict=True):
                 call.answer(result)
+                if group.phase is Phase.DENOISE:
+                    request.results[call.site.name] = result
         self._meter(requests, forms, group.phase, time.perf_counter() - began, self._watch.taken())
         return self._advance(requests)
 
@@ -216,7 +238,7 @@ class DiffusionEngine:
         """Equal prompts among the calls are encoded once, and kept."""
         if group.phase is not Phase.ENCODE:
             return self._runner.run(calls, forms, group.max_rows)
-        lora = self._requests[group.requests[0]].lora  # all have the same, as far as it matters here
+        lora = self._named(group.requests[0]).lora  # all have the same, as far as it matters here
         keys = [self._prompt_key(call, lora) for call in calls]
         same = [keys.index(key) if key is not None else at for at, key in enumerate(keys)]  # the first that asks it
         chosen = sorted(set(same))
@@ -227,7 +249,7 @@ class DiffusionEngine:
                 self._prompts.put(keys[at], results[at])
         for at in set(range(len(calls))) - set(chosen):
             results[at] = copied(results[same[at]])
-            self._requests[group.requests[at]].meter.cache_hits += 1
+            self._named(group.requests[at]).meter.cache_hits += 1
         return [results[at] for at in range(len(calls))]
 
     def _may_retry(self, group: Group[RequestId], calls: list[Call], forms: list[Form], error: Exception) -> bool:
@@ -263,23 +285,77 @@ class DiffusionEngine:
     def _settle(self, request: PaintRequest) -> list[Event]:
         """What comes of a request that has just stopped: its next call, or its end."""
         name = request.job.request
+        if name in self._updates.rehearsals:
+            return self._settle_rehearsal(self._updates.rehearsals[name])
+        if name not in self._requests:
+            return []  # a rehearsal whose other half has failed
         try:
             call = request.call
             while call is not None and self._answer_from_cache(request, call):
                 call = request.resume()
             events = self._progress(request)
             if call is None:
-                events.append(request.finish())
+                finished = request.finish()
+                events += [*self._updates.ended(request), finished]
                 self._forget(name, "finished")
+            elif self._updates.wants(request):
+                self._updates.due.append(name)  # and it is held, since no call of it is planned
             else:
-                form = self._forms[name] = request.forms.read(call)
-                self._scheduler.update(name, self._work(call, form, request.lora))
+                events += self._park(request, call)
         except Exception as error:  # noqa: BLE001 - the fault boundary of a request: the others go on
             events = self._progress(request)
             request.abort()
             self._forget(name, "failed")
             events.append(Failed(name, self._explain(error, request)))
         return events
+
+    def _park(self, request: PaintRequest, call: Call) -> list[Event]:
+        events = self._updates.apply(request, call)
+        name = request.job.request
+        form = self._forms[name] = request.forms.read(call)
+        self._scheduler.update(name, self._work(call, form, request.lora))
+        return events
+
+    def _named(self, name: RequestId) -> PaintRequest:
+        """A request, or what is rehearsed for one."""
+        found = self._requests.get(name)
+        return self._updates.rehearsals[name].paint if found is None else found
+
+    def _rehearse(self, name: RequestId) -> list[Event]:
+        """Begin the next update of a request that is held for it."""
+        rehearsals = self._updates.begin(name)
+        for rehearsal in rehearsals:
+            self._scheduler.join(rehearsal.paint.job.request)
+        return self._advance([rehearsal.paint for rehearsal in rehearsals])
+
+    def _settle_rehearsal(self, rehearsal: Rehearsal) -> list[Event]:
+        """Take it to its next call that must be made. When all have seen the first step, their request goes on."""
+        name, problem = rehearsal.paint.job.request, None
+        try:
+            call = rehearsal.next_call(self._answer_from_cache)
+            if call is not None:
+                form = self._forms[name] = rehearsal.paint.forms.read(call)
+                self._scheduler.update(name, self._work(call, form, rehearsal.paint.lora))
+                return []
+        except Exception as error:  # noqa: BLE001 - the fault is the update's, and the request goes on without it
+            problem = self._explain(error, rehearsal.paint).message
+        self._end_rehearsal(rehearsal)
+        if problem is not None:
+            for other in self._updates.others(rehearsal):
+                self._end_rehearsal(other)
+        events = self._updates.rehearsed(rehearsal, problem)
+        return [] if events is None else events + self._settle(rehearsal.owner)
+
+    def _drop_rehearsals(self, name: RequestId) -> None:
+        for rehearsal in self._updates.forget(name):
+            self._end_rehearsal(rehearsal)
+
+    def _end_rehearsal(self, rehearsal: Rehearsal) -> None:
+        name = rehearsal.paint.job.request
+        rehearsal.end()
+        del self._updates.rehearsals[name]
+        self._scheduler.update(name, None)
+        self._forms.pop(name, None)
 
     def _answer_from_cache(self, request: PaintRequest, call: Call) -> bool:
         if call.site.phase is not Phase.ENCODE or not (key := self._prompt_key(call, request.lora)):
@@ -305,10 +381,11 @@ class DiffusionEngine:
         self._counts["steps"] += len(steps)
         for one in steps:
             self._previews.step_done(request, one)
-        told = [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
-        return [*told, *request.partials.take()]
+        told: list[Event] = [Emit(request.job.request, "", Progress(step=one.step, total=one.total)) for one in steps]
+        return [*told, *request.partials.take(), *self._updates.stepped(request)]
 
     def _forget(self, name: RequestId, how: str) -> None:
+        self._drop_rehearsals(name)
         self._scheduler.update(name, None)
         del self._requests[name]
         self._forms.pop(name, None)

@@ -48,6 +48,8 @@ class PaintRequest:
     call: Call | None = None
     forms: Forms = field(default_factory=Forms)
     partials: Partials = field(init=False)
+    pipe: DiffusionPipeline | None = None  # its own, while its call runs
+    results: dict[str, Json] = field(default_factory=dict)  # the last one of each denoiser, by its site
     _steps: list[Step] = field(default_factory=list)
     _latents: torch.Tensor | None = None
     _phase: Phase = Phase.ENCODE
@@ -80,11 +82,21 @@ class PaintRequest:
         steps, self._steps = self._steps, []
         return steps
 
+    @property
+    def calls_in_step(self) -> int:
+        """Denoiser calls made since the last step was done: 0 where a step begins."""
+        return self.meter.forwards - self._forwards_seen
+
+    def check(self) -> None:
+        """After the end: raise what the pipeline raised."""
+        self._at_work().result()
+
     def finish(self) -> Finished:
         """After the end: the terminal event; its detail's `total` is the time from `queued_at`. Raises what the pipeline raised."""
         ended = self._at_work()
         self._fiber = None  # it refers to this request: end the circle, or the tensors would stay
-        self._latents = self._remembered = None
+        self._latents = self._remembered = self.pipe = None
+        self.results.clear()
         total = time.perf_counter() - self.queued_at
         return outputs.finish(self.job, ended.result(), {**self.meter.detail(), "total": total})
 
@@ -94,7 +106,8 @@ class PaintRequest:
             self._fiber.abort()
             self._fiber = None
         self.call = None
-        self._latents = self._remembered = None
+        self._latents = self._remembered = self.pipe = None
+        self.results.clear()
 
     def _at_work(self) -> Fiber[Call, dict[str, Artifact]]:
         if self._fiber is None:
@@ -125,7 +138,7 @@ class PaintRequest:
 
     def _call_pipeline(self) -> dict[str, Artifact]:
         with torch.inference_mode():  # holds for one thread only
-            pipe = private_copy(self.painter.pipe)
+            pipe = self.pipe = private_copy(self.painter.pipe)
             if self.painter.step_caches is not None:
                 self._remembered = self.painter.step_caches.session(pipe)
             seeds = arguments.choose_seeds(self.params)

@@ -4,7 +4,7 @@ A request waits in the queue, is admitted, and then alternates between *parked* 
 forward of the denoiser, a decode) and *at work* (planned). Calls of one bucket can be made together. No torch here.
 
     add -> queued -> Admit -> at work -> update(work) -> parked -> Group -> at work -> update(None)
-                                                            ^---- retry ------'
+                       join ---^                            ^---- retry ------'
 
 Policy: the call that has been parked longest leads, and others of its bucket ride along, oldest first, as far as rows allow.
 So buckets take turns whatever their sizes, newcomers catch up with their bucket, and encodes and decodes run between steps.
@@ -121,6 +121,7 @@ class _Running:
     parked_at: int = 0  # groups planned before it parked
     parked: bool = False
     alone: bool = False  # its call is to be made by itself, since it failed in company
+    guest: bool = False  # it takes no place from others
 
 
 class Scheduler(Generic[Id]):
@@ -149,6 +150,20 @@ class Scheduler(Generic[Id]):
         if self._limits.max_memory is not None and need.peak > self._limits.max_memory:
             raise OverBudget(need.peak, self._limits.max_memory)
         self._queue[request] = _Waiting(cost, need, kind, now)
+
+    def join(self, request: Id) -> None:
+        """Something is at work for a request that is: it need not wait, and takes no place."""
+        if request in self._queue or request in self._running:
+            raise ValueError(f"request {request} is here already")
+        self._running[request] = _Running(0, NOTHING, guest=True)
+
+    def hold(self, request: Id) -> bool:
+        """Plan no call of a parked request until its next `update`; whether it was parked."""
+        running = self._running.get(request)
+        if running is None or not running.parked:
+            return False
+        running.parked = False
+        return True
 
     def update(self, request: Id, work: Work | None) -> None:
         """An admitted request has parked at `work`, or has ended (None)."""
@@ -193,21 +208,20 @@ class Scheduler(Generic[Id]):
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        return sum(not one.guest for one in self._running.values())
 
     def row_budget(self, phase: Phase) -> int:
         return self._budgets[phase]
 
     def _view(self, now: float) -> Queue:
         first = next(iter(self._queue.values()))
-        free = self._limits.max_num_seqs - len(self._running)
-        return Queue(len(self._queue), now - first.since, len(self._running), free)
+        return Queue(len(self._queue), now - first.since, self.running, self._limits.max_num_seqs - self.running)
 
     def _admit(self, now: float) -> Id | None:
         """The first that fits. Who does not fit is overtaken so often and no more: then all wait for it."""
         if not self._running:
             self._closed = False
-        if self._closed or not self._queue or len(self._running) >= self._limits.max_num_seqs:
+        if self._closed or not self._queue or self.running >= self._limits.max_num_seqs:
             return None
         if self._admission.wait_s(self._view(now)) > 0:
             return None
