@@ -6,14 +6,14 @@ replicas is remembered here, by name, and said again to a replica that joins wit
 Invariant: only the last successful call of a name is remembered, and calls made here answer to nobody.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from omni.events import CallAsked
 from omni.membership import Replica
 from proto.calls import Method
-from proto.ids import CallId, StageName
+from proto.ids import CallId, Epoch, StageName
 from proto.params import Json
 
 RELOAD_S: Final = 600.0
@@ -26,26 +26,28 @@ MAX_REMEMBERED: Final = 4096
 @dataclass(slots=True)
 class Adapters:
     _last: dict[StageName, dict[str, tuple[str, Mapping[str, Json]]]] = field(default_factory=dict)
-    _asked: dict[CallId, CallAsked] = field(default_factory=dict)
+    _asked: dict[CallId, tuple[CallAsked, frozenset[Epoch]]] = field(default_factory=dict)
     _numbers: int = 0
 
-    def asked(self, call: CallAsked) -> None:
-        """A caller has asked all replicas of a stage; what comes of it is told by `done`."""
+    def asked(self, call: CallAsked, replicas: Iterable[Replica]) -> None:
+        """A caller has asked `replicas`; what comes of it is told by `done`."""
         to_remember = call.method in (Method.LOAD_LORA, Method.UNLOAD_LORA) and isinstance(call.args.get("name"), str)
         if to_remember and call.replicas is None and call.call >= 0:
-            self._asked[call.call] = call
+            self._asked[call.call] = (call, frozenset(replica.epoch for replica in replicas))
 
-    def done(self, call: CallId, *, succeeded: bool) -> None:
-        """A call is over; `succeeded` on one replica at least."""
-        asked = self._asked.pop(call, None)
+    def done(self, call: CallId, *, succeeded: bool) -> tuple[StageName, frozenset[Epoch]] | None:
+        """A call is over; `succeeded` on one replica at least. If it is to be remembered: its stage and whom it reached;
+        others have become ready meanwhile, perhaps."""
+        asked, reached = self._asked.pop(call, (None, frozenset[Epoch]()))
         if asked is None or not succeeded:
-            return
+            return None
         names = self._last.setdefault(asked.stage, {})
         name = str(asked.args["name"])
         names.pop(name, None)
         names[name] = (asked.method, dict(asked.args))
         if len(names) > MAX_REMEMBERED:
             del names[next(iter(names))]
+        return asked.stage, reached
 
     def wanted(self, stage: StageName, name: str) -> bool:
         """Whether replicas that lack the adapter will be told to load it."""

@@ -91,7 +91,7 @@ class MasterCore:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Everything that happens to the master comes through here. `now` is monotonic, in seconds."""
-        return self._close_calls(self._handle(event, now))
+        return self._close_calls(self._handle(event, now), now)
 
     def _handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, DataReceived):
@@ -120,18 +120,26 @@ class MasterCore:
     def _ask(self, event: CallAsked, now: float) -> list[Action]:
         ready = self.members.answering(event.stage) if event.stage in self.deploy.stages else []
         asked = [r for r in ready if event.replicas is None or r.index in event.replicas]
-        self.adapters.asked(event)
+        self.adapters.asked(event, asked)
         return self.calls.ask(event, asked, now)
 
-    def _close_calls(self, actions: list[Action]) -> list[Action]:
+    def _catch_up(self, replica: Replica, now: float) -> list[Action]:
+        return [a for call in self.adapters.for_joiner(replica) for a in self.calls.ask(call, [replica], now)]
+
+    def _close_calls(self, actions: list[Action], now: float) -> list[Action]:
         """Calls that are over are remembered where that matters; the answers to the master's own calls end here."""
         left: list[Action] = []
         for action in actions:
             if isinstance(action, CallDone):
-                self.adapters.done(action.call, succeeded=bool(action.values))
+                remembered = self.adapters.done(action.call, succeeded=bool(action.values))
+                if remembered is not None:
+                    stage, reached = remembered
+                    for replica in self.members.answering(stage):
+                        left += [] if replica.epoch in reached else self._catch_up(replica, now)
                 if action.call < 0:
                     left += [
-                        MembershipChanged(f"an adapter could not be given to it: {e}") for e in action.errors.values()
+                        MembershipChanged(f"an adapter could not be given to it: {error}")
+                        for error in action.errors.values()
                     ]
                     continue
             left.append(action)
@@ -163,8 +171,7 @@ class MasterCore:
             return self.members.loading(replica, message, now)
         if isinstance(message, Ready):
             actions = self.members.is_ready(replica, message, now)
-            for call in self.adapters.for_joiner(replica):
-                actions += self.calls.ask(call, [replica], now)
+            actions += self._catch_up(replica, now)
             return [*actions, *self.orchestrator.dispatch(replica.stage)]
         if isinstance(message, InfoChanged):
             return [

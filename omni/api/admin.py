@@ -43,7 +43,7 @@ class Admin:
         self._pipeline: Final = pipeline
 
     async def call(self, http: Request) -> Response:
-        body = convert(await self._read(http), bodies.CallBody)
+        body = convert(await self._read(http), bodies.StageCallBody)
         replicas = None if body.replicas is None else tuple(body.replicas)
         timeout_s = CALL_S if body.timeout_s is None else body.timeout_s
         return await self._do(http, body.stage, body.method, body.args or {}, replicas, timeout_s)
@@ -102,5 +102,5 @@ class Admin:
             field = spelling.get(error.info.field or "", error.info.field)
             error.info = msgspec.structs.replace(error.info, field=field)
             raise
-        body = bodies.CallAnswer(stage, method, {str(replica): value for replica, value in answers.items()})
+        body = bodies.StageCallAnswer(stage, method, {str(replica): value for replica, value in answers.items()})
         return Response(msgspec.json.encode(body), media_type="application/json")

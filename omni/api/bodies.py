@@ -392,7 +392,7 @@ class MediaEvent(msgspec.Struct, frozen=True, omit_defaults=True):
 # --- POST /v1/requests/ID/updates -------------------------------------------------------------------------------------
 
 
-class CallBody(_Body, frozen=True):
+class StageCallBody(_Body, frozen=True):
     """See `omni.pipeline.Pipeline.call`. Without `replicas`, all that are there."""
 
     stage: str
@@ -402,7 +402,7 @@ class CallBody(_Body, frozen=True):
     timeout_s: Annotated[float, Meta(gt=0, le=3600)] | None = None
 
 
-class CallAnswer(msgspec.Struct, frozen=True):
+class StageCallAnswer(msgspec.Struct, frozen=True):
     """Answers by replica."""
 
     stage: str

@@ -129,6 +129,18 @@ def test_a_replica_that_joins_later_is_told_to_load_what_the_others_have() -> No
     assert not again.took(Call)
 
 
+def test_a_replica_that_becomes_ready_while_the_others_load_is_told_when_they_have() -> None:
+    master = solo()
+    one = join(master)
+    call(master, Method.LOAD_LORA, PATH)
+    two = join(master)
+    assert not two.took(Call)
+    change(one, "fox")
+    answer(one)
+    assert [(told.method, told.args) for told in two.took(Call)] == [(Method.LOAD_LORA, PATH)]
+    assert [told.call for told in one.took(Call)] == [CallId(5)]
+
+
 def test_while_an_adapter_is_loaded_again_requests_for_it_are_told_to_come_back() -> None:
     master = solo(1)
     one = join(master)
