@@ -12,7 +12,7 @@ VLLM: Final = "vllm"
 GIVES: Final = ("text", "tokens")
 _KINDS: Final = (None, Kind.TEXT, Kind.TOKENS)
 _OURS: Final = (
-    *("block_size", "pack_weights", "native", "hidden_layers", "hidden_tokens", "hidden_skip"),
+    *("block_size", "pack_weights", "native", "overlap", "hidden_layers", "hidden_tokens", "hidden_skip"),
     *("kv_layers", "kv_at", "kv_token", "loras"),
 )
 """Settings of the built-in engine that vLLM has nothing for; it has its own, in `options`."""

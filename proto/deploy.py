@@ -226,6 +226,7 @@ class ArEngineSpec(_Section, frozen=True):
     prefix_caching: bool = True  # prompts that start alike share their KV
     pack_weights: bool = False  # on a CPU: a second copy of the weights, for speed with several answers under way
     native: bool | None = None  # on a CPU: compute answers in C, compiled at the first start; default: where it can be
+    overlap: bool | None = None  # a forward computes while the words of the one before are told; default: on CUDA
     compile: bool = False  # compile the model's layers when the stage starts: slower to start, faster to answer
     max_model_len: Count | None = None  # tokens of prompt and answer; default: what the model was made for
     task: ArTask = ArTask.GENERATE  # or encode: prompts are read for other stages, and nothing is answered

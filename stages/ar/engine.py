@@ -11,7 +11,7 @@ running its chunks one by one.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 
@@ -24,6 +24,7 @@ from proto.ids import RequestId
 from proto.messages import StageInfo, Started, TextDelta
 from proto.params import Json, lora_use
 from stages.ar.answers import finished
+from stages.ar.flight import Flight
 from stages.ar.metrics import Metrics
 from stages.ar.ranks import lead
 from stages.ar.runner import Output, joined
@@ -51,6 +52,7 @@ class ArEngine:
         self._sequences: dict[RequestId, Sequence] = {}
         self._metrics = Metrics()
         self._group: Group | None = None
+        self._flight: Flight | None = None
 
     def load(self, context: LoadContext) -> StageInfo:
         """Load `model.path` (a folder, a GGUF file or demo://NAME). Raises `StartError`."""
@@ -68,6 +70,8 @@ class ArEngine:
             {Method.RESET_PREFIX_CACHE: reset},
         )
         self._operator.load_from_deploy(context)
+        if parts.overlap:
+            self._flight = Flight()
         return self._operator.info
 
     @property
@@ -92,14 +96,56 @@ class ArEngine:
 
     def step(self) -> list[Event]:
         """One forward: a token for every answer that is under way, and chunks of prompts."""
+        return self._plain_step() if self._flight is None else self._overlapped_step(self._flight)
+
+    def _plain_step(self) -> list[Event]:
         events: list[Event] = []
         plan = self._loaded.scheduler.schedule()
         self._start(plan, events)
         chunks, output = self._run(plan.chunks, events)
         self._loaded.scheduler.commit(chunks)
         self._read(chunks, output, events)
-        self._pick(chunks, output, events)
+        for sequence, token in self._pick(chunks, output, events):
+            self._guard(sequence, partial(self._say, token), events)
         return events
+
+    def _overlapped_step(self, flight: Flight) -> list[Event]:
+        """The same, with the next forward under way before the words of this one are told. A stop string is found when the
+        token after it is being computed already: that one is dropped."""
+        events: list[Event] = []
+        if flight.empty:
+            self._launch(flight, events)
+            if flight.empty:
+                return events
+        chunks, landed = flight.land()
+        chunks, output = self._run(chunks, events) if isinstance(landed, Exception) else (chunks, landed)
+        self._loaded.scheduler.commit([chunk for chunk in chunks if self._answers(chunk)])
+        self._read(chunks, output, events)
+        going_on = []
+        for sequence, token in self._pick(chunks, output, events):
+            if sequence.goes_on(token):
+                self._guard(sequence, partial(self._take, token), events)
+                going_on.append((sequence, token))
+            else:
+                self._guard(sequence, partial(self._say, token), events)
+        self._launch(flight, events)
+        for sequence, token in going_on:
+            if self._sequences.get(sequence.track.request) is sequence:
+                self._guard(sequence, partial(self._tell, token), events)
+        return events
+
+    def _launch(self, flight: Flight, events: list[Event]) -> None:
+        plan = self._loaded.scheduler.schedule()
+        self._start(plan, events)
+        chunks = [chunk for chunk in plan.chunks if self._answers(chunk)]
+        if chunks:
+            wish = self._loaded.exports.wish(chunks, [self._sequences[chunk.track.request] for chunk in chunks])
+            flight.launch(chunks, partial(self._loaded.runner.run, chunks, wish))
+
+    def _settle(self) -> None:
+        """Nothing is being computed from here on until the next step."""
+        if self._flight is not None:
+            self._flight.settle()
 
     def abort(self, request: RequestId) -> None:
         for sequence in self._with_siblings(request):
@@ -111,6 +157,7 @@ class ArEngine:
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
         """See `stages.operator_calls`. `reset_prefix_cache`: forget all prefixes; how many pages were known."""
+        self._settle()
         return self._operator.call(method, args)
 
     def _lora_uses(self) -> Counter[str]:
@@ -126,6 +173,9 @@ class ArEngine:
 
     def close(self) -> None:
         """Forget every request and the model."""
+        if self._flight is not None:
+            self._flight.close()
+            self._flight = None
         self._sequences.clear()
         if self._parts is not None:
             self._operator.close()
@@ -177,9 +227,9 @@ class ArEngine:
     def _read(self, chunks: Many[Chunk], output: Output | None, events: list[Event]) -> None:
         """What prompts give that have been read, payloads that are due, and the end of requests that wanted nothing else."""
         for number, chunk in enumerate(chunks):
-            sequence = self._sequences.get(chunk.track.request)
-            if sequence is None or output is None:
+            if output is None or not self._answers(chunk):
                 continue
+            sequence = self._sequences[chunk.track.request]
             if sequence.read:
                 if sequence.kv_due is not None:
                     self._guard(sequence, self._give_due, events)
@@ -191,8 +241,8 @@ class ArEngine:
                 sequence.clocks.read = time.perf_counter()
                 self._guard(sequence, self._give_prompt, events)
 
-    def _pick(self, chunks: Many[Chunk], output: Output | None, events: list[Event]) -> None:
-        """One token for each chunk that is its track's last."""
+    def _pick(self, chunks: Many[Chunk], output: Output | None, events: list[Event]) -> Iterator[tuple[Sequence, int]]:
+        """One token for each chunk that is its track's last, for those who have not failed when their turn comes."""
         due = [(row, chunk) for row, chunk in enumerate(chunk for chunk in chunks if chunk.last)]
         due = [(row, chunk) for row, chunk in due if self._answers(chunk)]
         if output is None or not due:
@@ -213,12 +263,13 @@ class ArEngine:
             self._metrics.token(sequence.clocks, now)
             if chances is not None:
                 sequence.logprobs.append(self._loaded.intake.named(token, chances))
-            self._guard(sequence, partial(self._say, token), events)
+            yield sequence, token
 
     # --- one sequence -------------------------------------------------------------------------------------------------
 
     def _answers(self, chunk: Chunk) -> bool:
-        return chunk.track.request in self._sequences
+        sequence = self._sequences.get(chunk.track.request)
+        return sequence is not None and sequence.track is chunk.track
 
     def _give_prompt(self, sequence: Sequence, events: list[Event]) -> None:
         events += self._loaded.exports.prompt_read(sequence)
@@ -234,7 +285,14 @@ class ArEngine:
         events += self._loaded.exports.computed(sequence)
 
     def _say(self, token: int, sequence: Sequence, events: list[Event]) -> None:
-        delta = sequence.accept(token)
+        self._take(token, sequence, events)
+        self._tell(token, sequence, events)
+
+    def _take(self, token: int, sequence: Sequence, events: list[Event]) -> None:
+        sequence.take(token)
+
+    def _tell(self, token: int, sequence: Sequence, events: list[Event]) -> None:
+        delta = sequence.tell(token)
         self._loaded.exports.said(sequence, token)
         if delta and "text" in sequence.job.emit:
             chances = tuple(sequence.logprobs[sequence.told :])
@@ -253,6 +311,7 @@ class ArEngine:
         try:
             work(sequence, events)
             if sequence.finish_reason is not None:
+                self._settle()
                 events += self._loaded.exports.ended(sequence)
         except Exception as error:  # noqa: BLE001  # the fault boundary of one request
             self._fail(sequence, error, events)
@@ -273,6 +332,7 @@ class ArEngine:
             info = StageFailed(
                 f"stage {stage} failed on this request: {type(error).__name__}: {error}", stage=stage
             ).info
+        self._settle()
         pages = self._loaded.scheduler.condemn(sequence.track)
         if pages:
             self._loaded.runner.wipe(pages)
@@ -282,6 +342,7 @@ class ArEngine:
         events.append(Failed(sequence.job.request, info))
 
     def _forget(self, sequence: Sequence) -> None:
+        self._settle()
         self._loaded.scheduler.remove(sequence.track)
         self._loaded.runner.forget(sequence.track)
         del self._sequences[sequence.track.request]

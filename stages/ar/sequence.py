@@ -76,9 +76,19 @@ class Sequence:
         """The ids of the answer so far, an end-of-sequence token included."""
         return tuple(self.track.tokens[self.prompt :])
 
-    def accept(self, token: int) -> Delta:
-        """Take the next token in; what may be sent now. Sets `finish_reason` if it is the last one."""
-        delta = self.response.push(self._accept(token))
+    def goes_on(self, token: int) -> bool:
+        """Whether there is another one after it, as far as the number of this one tells: a stop string may still end it."""
+        return token not in self.picker.rule.ends and len(self.track.tokens) + 1 - self.prompt < self.max_tokens
+
+    def take(self, token: int) -> None:
+        """It is the next one. `tell` follows, before the one after it."""
+        self.track.tokens.append(token)
+        if self.picker.matcher is not None:
+            self.picker.matcher.accept(token)
+
+    def tell(self, token: int) -> Delta:
+        """What may be sent now that it has been taken. Sets `finish_reason` if it is the last one."""
+        delta = self.response.push(self._text(token))
         if self.finish_reason is not None:
             delta += self.response.finish()
         if delta:
@@ -90,11 +100,8 @@ class Sequence:
         """All of the answer so far."""
         return joined(self.deltas)
 
-    def _accept(self, token: int) -> str:
+    def _text(self, token: int) -> str:
         """The text that the token adds."""
-        self.track.tokens.append(token)
-        if self.picker.matcher is not None:
-            self.picker.matcher.accept(token)
         answered = len(self.track.tokens) - self.prompt
         if token in self.picker.rule.ends:
             self.finish_reason = "stop"

@@ -45,6 +45,7 @@ class Parts:
     heads: int
     loras: ArLoras
     bed: ArBed
+    overlap: bool  # a forward computes while words are told
 
 
 def start(context: LoadContext, ranks: Group | Line | None = None) -> Parts:
@@ -84,7 +85,17 @@ def start(context: LoadContext, ranks: Group | Line | None = None) -> Parts:
         heads=heads,
         loras=loras,
         bed=ArBed(runner, engine.scheduler, loaded.device),
+        overlap=_overlaps(loaded, spec, context),
     )
+
+
+def _overlaps(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> bool:
+    """On a CPU the words and the forward want the same cores, and ranks keep step in one thread."""
+    if spec.engine.overlap and spec.parallel.tensor > 1:
+        raise _error(context, "engine.overlap", "several ranks cannot overlap forwards; leave engine.overlap out")
+    if spec.engine.overlap is None:
+        return loaded.device.type == "cuda" and spec.parallel.tensor == 1
+    return spec.engine.overlap
 
 
 def _built(loaded: LoadedModel, spec: ArStage, context: LoadContext) -> Engine:
