@@ -26,7 +26,7 @@ class CalledBody(_Body, frozen=True):
     arguments: str  # a JSON object
 
 
-class CallBody(_Body, frozen=True):
+class ToolCallBody(_Body, frozen=True):
     """A call that an earlier answer made."""
 
     function: CalledBody
@@ -41,7 +41,7 @@ class MessageBody(_Body, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Json]] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None  # for chat templates that have a place for it
-    tool_calls: Annotated[list[CallBody], Meta(max_length=1024)] | None = None
+    tool_calls: Annotated[list[ToolCallBody], Meta(max_length=1024)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # the same in another spelling

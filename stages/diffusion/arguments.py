@@ -105,6 +105,10 @@ def _check_params(params: DiffusionParams, painter: Painter) -> None:
             below = value - value % multiple
             near_sizes = f"{below} or {below + multiple}" if below else f"{multiple}"
             raise _refusal(painter, f"needs a {name} that is a multiple of {multiple}, not {value}: {near_sizes}", name)
+    usual = painter.recipe.default_size
+    if painter.recipe.one_size and usual and (params.width or usual[0], params.height or usual[1]) != usual:
+        asked = f"{params.width or usual[0]} x {params.height or usual[1]}"
+        raise _refusal(painter, f"draws {usual[0]} x {usual[1]} pixels only, not {asked}", "width")
     if params.seed is not None and params.seed + (params.num_images or 1) - 1 > MAX_SEED:
         raise _refusal(painter, f"cannot use seeds beyond {MAX_SEED}; lower the seed {params.seed}", "seed")
 

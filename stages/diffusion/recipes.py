@@ -48,6 +48,7 @@ class Recipe:
     image_mode: Literal["RGB", "RGBA"] = "RGB"
     size_multiple: int = 1
     default_size: tuple[int, int] | None = None  # width, height
+    one_size: bool = False  # it draws no other
     fps: float = 16.0
     sample_rate: int | None = None  # of audio, in Hz
     fixed: Mapping[str, Json] = field(default_factory=dict)
@@ -184,7 +185,7 @@ def _lumina2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:
 def _painter(pipe: DiffusionPipeline, recipe: Recipe) -> Recipe:
     """It has no VAE: its latents are the picture itself, of one size."""
     side = int(library.denoiser_setting(pipe, "sample_size"))
-    return replace(recipe, traits=_MASKED, latents=True, size_multiple=side)
+    return replace(recipe, traits=_MASKED, latents=True, size_multiple=side, one_size=True)
 
 
 def _ltx2(_: DiffusionPipeline, recipe: Recipe) -> Recipe:

@@ -14,10 +14,10 @@ from typing import Final, Protocol
 import msgspec
 import torch
 
-from proto.deploy import DiffusionStage, WarmupSpec
+from proto.deploy import DiffusionStage, Kind, WarmupSpec
 from proto.errors import OmniError, StartError
-from proto.ids import RequestId
-from proto.messages import Images, Progress, Tensor, Text, Tokens, Value
+from proto.ids import Epoch, LeaseId, RequestId, StageName
+from proto.messages import Images, Payload, Progress, Tensor, Text, Tokens, Value
 from proto.params import DiffusionParams, Json
 from proto.tensors import WireTensor
 from proto.torch_tensors import to_wire
@@ -29,7 +29,7 @@ from stages.diffusion.memory import Gauge
 from stages.diffusion.prompt_cache import size_of
 from stages.diffusion.request import PaintRequest
 from stages.diffusion.scheduler import Phase
-from stages.engine import Emit, Event, Failed, Job, LoadContext
+from stages.engine import Emit, Event, Failed, Job, LoadContext, PulledPayload
 
 log = logging.getLogger(__name__)
 
@@ -164,9 +164,9 @@ def _eager() -> Iterator[None]:
 
 
 def _shapes(painter: Painter) -> list[Shape]:
-    """Two squares of few latents, of a video a third one of more frames. What has no size is measured as it is, and two of
-    it if a request may ask for several."""
-    if painter.recipe.default_size is None:
+    """Two squares of few latents, of a video a third one of more frames. What has no size, or one only, is measured as it is, and
+    two of it if a request may ask for several."""
+    if painter.recipe.default_size is None or painter.recipe.one_size:
         several = "num_images" in (painter.info.params or ())
         return [Shape(images=count) for count in ((1, 2) if several else (1,))]
     multiple, scale = painter.info.size_multiple, library.scale_factor(painter.pipe)
@@ -238,7 +238,29 @@ def _job(name: str, shape: Shape, steps: int, painter: Painter, base: DiffusionP
         params["extra"] = {**(base.extra or {}), "num_frames": shape.frames}
     inputs, tensors = _inputs(name, shape, painter)
     emit = tuple(name for name in painter.info.outputs if name != "latents") or painter.info.outputs
-    return Job(RequestId(name), inputs, msgspec.structs.replace(base, **params), emit=emit[:1], tensors=tensors)
+    return Job(
+        RequestId(name),
+        inputs,
+        msgspec.structs.replace(base, **params),
+        emit=emit[:1],
+        tensors=tensors,
+        payloads=_payloads(painter),
+    )
+
+
+def _payloads(painter: Painter) -> dict[str, PulledPayload]:
+    """Keys and values of a made-up prompt and its companion, for a pipeline that draws from them."""
+    names = [name for name in ("kv", "negative_kv") if name in painter.info.inputs]
+    layers, heads, size = (library.denoiser_setting(painter.pipe, n) for n in ("kv_layers", "kv_heads", "kv_head_dim"))
+    if not names or not layers or not heads or not size:
+        return {}
+    described = Payload(
+        lease=LeaseId("trial"), source=StageName("trial"), replica=0, epoch=Epoch(0), kind=Kind.KV.value, items=()
+    )
+    tokens = _WORDS + int(library.denoiser_setting(painter.pipe, "prefix_tokens") or 0)
+    zeros = to_wire(torch.zeros(1, int(heads), tokens, int(size)))
+    text = PulledPayload(described, {f"{one}.{layer}": zeros for layer in layers for one in ("k", "v")})
+    return dict.fromkeys(names, text)
 
 
 def _inputs(name: str, shape: Shape, painter: Painter) -> tuple[dict[str, Value], list[WireTensor]]:

@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from omni.outputs import ImageOutput
-from proto.deploy import ArEngineSpec, ArStage, DiffusionStage, Kind, Link, ModelSpec
+from proto.deploy import ArEngineSpec, ArStage, DiffusionStage, Kind, LimitsSpec, Link, ModelSpec
 from proto.errors import InvalidRequest, StageFailed
 from proto.ids import Epoch, LeaseId, RequestId, StageName
 from proto.messages import Payload
@@ -19,7 +19,7 @@ from proto.torch_tensors import to_wire
 from stages.diffusion.engine import DiffusionEngine
 from stages.diffusion.painter.kv import Thinker, unrotated
 from stages.diffusion.painter.pipeline import PainterPipeline
-from stages.engine import Failed, Finished, Job, PulledPayload
+from stages.engine import Failed, Finished, Job, LoadContext, PulledPayload
 from tests.models.tiny_ar import build_tiny_llama
 from tests.models.tiny_painter import LAYERS, SIDE, build_tiny_painter
 from tests.pipeline.batching_cases import drive, ends, forwards, latents_of, load
@@ -63,7 +63,7 @@ def noise(seed: int) -> torch.Generator:
 
 def kv_payload(cached: Mapping[str, torch.Tensor], meta: Mapping[str, Json] | None = None) -> PulledPayload:
     described = Payload(
-        lease=LeaseId(1),
+        lease=LeaseId("l1"),
         source=StageName("thinker"),
         replica=0,
         epoch=Epoch(1),
@@ -174,9 +174,8 @@ def test_a_request_without_kv_or_of_another_size_is_refused_before_it_runs(
         engine.submit(Job(RequestId("r"), {}, DiffusionParams(), emit=("image",)))
     with pytest.raises(InvalidRequest, match=f"multiple of {SIDE}"):
         engine.submit(job(thinker, 0, width=SIDE + 1, height=SIDE))
-    refused = ends(drive(engine, {0: job(thinker, 0, width=2 * SIDE, height=SIDE)}))["r0"]
-    assert isinstance(refused, Failed)
-    assert f"draws {SIDE} x {SIDE} pixels" in refused.error.message
+    with pytest.raises(InvalidRequest, match=f"draws {SIDE} x {SIDE} pixels only, not {2 * SIDE} x {SIDE}"):
+        engine.submit(job(thinker, 0, width=2 * SIDE, height=SIDE))
 
 
 def test_kv_of_other_layers_names_the_setting_that_mends_it(engine: DiffusionEngine, thinker: Thinker) -> None:
@@ -234,3 +233,12 @@ def test_kv_and_its_companion_reach_the_painter_in_another_process(
 
 def _negative(number: int) -> Mapping[str, Json]:
     return {"negative_prompt": "orange and red"} if number % 2 else {}
+
+
+def test_a_start_measures_memory_with_made_up_keys_and_values(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    notes: list[str] = []
+    stage = DiffusionStage(model=ModelSpec(path=str(folder)))
+    context = LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: notes.append(note))
+    DiffusionEngine().load(context)
+    assert any(note.startswith("memory:") for note in notes), notes
+    assert "could not be found out" not in caplog.text
