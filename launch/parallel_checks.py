@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from omni.graph import Finding
-from proto.deploy import ArStage, DiffusionStage, StageSpec
+from proto.deploy import ArStage, Compile, DiffusionStage, StageSpec
 
 _NUMBERED: Final = ("cuda:", "xpu:")
 """Devices that ranks can have other than `cpu`. Each rank needs one of its own, so they are numbered."""
@@ -21,6 +21,9 @@ def parallel_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
         yield Finding(
             f"{path}.parallel", f"only the built-in engines have ranks, not {stage.engine.use!r}; take it away"
         )
+    if stage.engine.loras:
+        names = ", ".join(stage.engine.loras)
+        yield Finding(f"{path}.engine.loras", f"ranks take no adapters ({names}); take them or `parallel` away")
     if isinstance(stage, ArStage):
         yield from _ar_findings(stage, path)
     else:
@@ -31,6 +34,8 @@ def parallel_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
 def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
     if stage.engine.pack_weights:
         yield Finding(f"{path}.engine.pack_weights", "weights that ranks share out cannot be packed; take this away")
+    if stage.engine.native:
+        yield Finding(f"{path}.engine.native", "nothing is computed in C by several ranks; take this away")
     if (stage.model.path or "").endswith(".gguf"):
         yield Finding(
             f"{path}.parallel.tensor", "a GGUF file cannot be shared out; use a checkpoint folder, or take this away"
@@ -39,12 +44,24 @@ def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
 
 def _diffusion_findings(stage: DiffusionStage, path: str) -> Iterator[Finding]:
     parallel = stage.parallel
+    if stage.model.trust_remote_code:
+        message = "the code of a model's own cannot be shared out among ranks; take this or `parallel` away"
+        yield Finding(f"{path}.model.trust_remote_code", message)
+    if stage.engine.compile is not Compile.NONE:
+        yield Finding(f"{path}.engine.compile", "what ranks share out is not compiled; take this or `parallel` away")
+    if stage.model.quantization:
+        yield Finding(
+            f"{path}.model.quantization", "quantised weights cannot be shared out; take this or `parallel` away"
+        )
     if parallel.tensor > 1 and parallel.degree > parallel.tensor:
         message = (
             f"{parallel.tensor} cannot be had together with `context` (diffusers shards by one of them); take one away"
         )
         yield Finding(f"{path}.parallel.tensor", message)
     if "cpu" not in stage.devices:
+        if parallel.context.ring > 1 and stage.engine.attention is None:
+            message = "missing; a ring needs a backend that gives sums of exponentials, such as _native_cudnn or flash"
+            yield Finding(f"{path}.engine.attention", message, derived=True)
         return
     if parallel.tensor > 1:
         message = (

@@ -35,6 +35,7 @@ from stages.diffusion.memory import Watch, gauge_for
 from stages.diffusion.parking import Call
 from stages.diffusion.previews import Previews
 from stages.diffusion.prompt_cache import PromptCache, copied, prompt_key
+from stages.diffusion.ranks import attach, lead, refuse_what_one_rank_cannot_do
 from stages.diffusion.rehearsal import Rehearsal
 from stages.diffusion.request import PaintRequest, resume_all
 from stages.diffusion.runner import Runner, lacks_memory
@@ -42,6 +43,8 @@ from stages.diffusion.scheduler import NOTHING, Admit, Group, Limits, OverBudget
 from stages.diffusion.updates import Updates
 from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
 from stages.operator_calls import OperatorCalls
+from stages.parallel.distributed import leave
+from stages.parallel.group import Group as Ranks
 from stages.rpc import Handler
 
 log = logging.getLogger(__name__)
@@ -60,12 +63,17 @@ class DiffusionEngine:
         self._counts: Counter[str] = Counter(finished=0, failed=0, aborted=0, steps=0)
         self._remove_sites: Callable[[], None] = lambda: None
         self._trying = False  # the stage is drawing for itself; who wants it drawn tells what goes wrong
+        self._group: Ranks | None = None
 
     def load(self, context: LoadContext) -> StageInfo:
         """Raises `StartError` if the folder cannot be loaded, or has not what the deploy asks for."""
         assert isinstance(context.spec, DiffusionStage)
-        painter = self._painter = load_painter(context)
         spec = self._spec = context.spec.engine
+        if context.ranks:
+            self._group, context = lead(context)
+        painter = self._painter = load_painter(context)
+        if self._group is not None:
+            attach(painter.pipe, self._group, context)
         missing = library.use_vae(painter.pipe, slicing=spec.vae_slicing, tiling=spec.vae_tiling)
         if missing:
             raise StartError(
@@ -188,6 +196,8 @@ class DiffusionEngine:
 
     def call(self, method: str, args: Mapping[str, Json]) -> Json:
         """See `stages.operator_calls`. `clear_cache`: forget encoded prompts."""
+        if self._group is not None:
+            refuse_what_one_rank_cannot_do(self._loaded().stage, method)
         return self._operator.call(method, args)
 
     def stats(self) -> EngineStats:
@@ -203,6 +213,10 @@ class DiffusionEngine:
         if self._painter is not None and self._painter.step_caches is not None:
             self._painter.step_caches.remove()
         self._painter = None
+        if self._group is not None:
+            self._group.close()
+            leave()
+            self._group = None
 
     # --- one unit of work ---------------------------------------------------------------------------------------------
 

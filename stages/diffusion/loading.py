@@ -28,6 +28,7 @@ from stages.diffusion.builtin_pipelines import builtin_model, builtin_pipeline
 from stages.diffusion.families import corrected
 from stages.diffusion.own_code import OwnCode, find_own_code, own_pipeline_class, private_modules
 from stages.diffusion.recipes import Recipe, recipe_for
+from stages.diffusion.sharing import sharding
 from stages.diffusion.signature import FRAME_RATES, CallSignature, read_signature
 from stages.diffusion.step_caches import StepCaches
 from stages.engine import LoadContext
@@ -59,7 +60,7 @@ def load_painter(context: LoadContext) -> Painter:
     """Load the stage's pipeline folder. Raises `StartError` saying what is wrong with the folder or the deploy."""
     assert isinstance(context.spec, DiffusionStage)
     model = context.spec.model
-    folder, index = _read_index(context)
+    folder, index = read_index(context)
     code = find_own_code(context.stage, model, folder, index)
     device = usable_device(context)
     dtype = _dtype(context.stage, model, folder, index, device)
@@ -67,7 +68,8 @@ def load_painter(context: LoadContext) -> Painter:
     with private_modules(code):
         pipeline_class = _pipeline_class(context.stage, model, index, code)
         try:
-            pipe = _load(folder, index, pipeline_class, dtype, context.report, quantizers, trusted=bool(code.files))
+            shared, trusted = sharding(context.spec.parallel), bool(code.files)
+            pipe = _load(folder, index, pipeline_class, dtype, context.report, quantizers, shared, trusted=trusted)
         except (OSError, ValueError, RuntimeError) as error:
             raise StartError(
                 f"stage {context.stage}: {pipeline_class.__name__} cannot be loaded from {model.path!r}: {error}",
@@ -96,7 +98,30 @@ def _throw_switches(
         raise StartError(f"stage {context.stage}: {error}", stage=context.stage, field=error.field) from error
 
 
-def _read_index(context: LoadContext) -> tuple[Path, Mapping[str, Json]]:
+def load_denoisers(context: LoadContext) -> dict[str, torch.nn.Module]:
+    """Only the pipeline's denoisers, on their device, by name: what a rank needs that is not the first."""
+    folder, index = read_index(context)
+    device = usable_device(context)
+    dtype = _dtype(context.stage, context.spec.model, folder, index, device)
+    assert isinstance(context.spec, DiffusionStage)
+    further, attention = sharding(context.spec.parallel), context.spec.engine.attention
+    denoisers: dict[str, torch.nn.Module] = {
+        name: cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype, **further).to(device)
+        for name, cls in denoiser_classes(index).items()
+    }
+    if attention is not None:
+        switches.set_attention(denoisers, attention, device, dtype)
+    return denoisers
+
+
+def denoiser_classes(index: Mapping[str, Json]) -> dict[str, Json]:
+    """The classes of the denoisers, by name. Not of those whose code is the folder's own."""
+    named = {name: index[name] for name in library.DENOISERS if isinstance(index.get(name), list)}
+    return {name: found for name, entry in named.items() if (found := _model_class(entry)) is not None}
+
+
+def read_index(context: LoadContext) -> tuple[Path, Mapping[str, Json]]:
+    """The pipeline's folder, and what its model_index.json says. Raises `StartError`."""
     stage, path = context.stage, context.spec.model.path
     if path is None:
         raise StartError(f"stage {stage}: model.path is not set; name a diffusers pipeline folder", stage=stage)
@@ -158,10 +183,12 @@ def _load(
     dtype: torch.dtype,
     report: Callable[[str, float | None], None],
     quantizers: Mapping[str, quantization.Quantized],
+    shared: Mapping[str, Json],
     *,
     trusted: bool = False,
 ) -> DiffusionPipeline:
-    """Load the components that have weights one by one, so that a long load shows its progress; then the rest."""
+    """Load the components that have weights one by one, so that a long load shows its progress; then the rest. `shared` are
+    further arguments for the denoisers."""
     diffusers.utils.logging.disable_progress_bar()
     transformers.utils.logging.disable_progress_bar()
     wanted = inspect.signature(pipeline_class.__init__).parameters
@@ -176,7 +203,8 @@ def _load(
         if name in quantizers:
             parts[name] = quantizers[name].load(folder, name, cls, dtype)
             continue
-        parts[name] = cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype)
+        further = shared if name in library.DENOISERS else {}
+        parts[name] = cls.from_pretrained(folder, subfolder=name, local_files_only=True, dtype=dtype, **further)
     report(f"assembling {pipeline_class.__name__}", 0.9)
     absent = dict.fromkeys(name for name in wanted if index.get(name) == _ABSENT and _is_required(wanted[name]))
     pipe = pipeline_class.from_pretrained(

@@ -7,7 +7,7 @@ Order matters. A compiled forward lies innermost, then the library's hooks, and 
 everything: no compiler ever sees them, and a call reaches its device only when it is made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
@@ -43,7 +43,7 @@ def throw(
 ) -> StepCaches | None:
     """Set the pipeline up as `spec` says and bring it to `device`. Raises `Refused`."""
     if spec.attention is not None:
-        _set_attention(pipe, spec.attention, device, dtype)
+        set_attention(library.denoisers(pipe), spec.attention, device, dtype)
     caches = None if spec.step_cache is None else _enable_cache(pipe, spec.step_cache)
     if spec.compile is not Compile.NONE:
         report("trying the compiler", None)
@@ -68,14 +68,16 @@ def _enable_cache(pipe: DiffusionPipeline, spec: StepCacheSpec) -> StepCaches:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-def _set_attention(pipe: DiffusionPipeline, backend: str, device: torch.device, dtype: torch.dtype) -> None:
-    """The library also makes it the whole process's; that is undone, for other components may not be able to use it."""
+def set_attention(
+    denoisers: Mapping[str, torch.nn.Module], backend: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises `Refused`. The library also makes it the whole process's; that is undone, for other components may not be able to use it."""
     known = [name.value for name in AttentionBackendName]
     if backend not in known:
         raise Refused(
             "engine.attention", f"diffusers has no backend {backend!r}; usable here: {_usable(device, dtype)}"
         )
-    for module in library.denoisers(pipe).values():
+    for module in denoisers.values():
         if not any("_attention_backend" in dir(vars(part).get("processor")) for part in module.modules()):
             raise Refused(
                 "engine.attention",
@@ -83,7 +85,7 @@ def _set_attention(pipe: DiffusionPipeline, backend: str, device: torch.device, 
             )
     before = _AttentionBackendRegistry.get_active_backend()[0]
     try:
-        for module in library.denoisers(pipe).values():
+        for module in denoisers.values():
             module.set_attention_backend(backend)
         _try_attention(AttentionBackendName(backend), device, dtype)
     except Exception as error:  # a kernel may raise anything

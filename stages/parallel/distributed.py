@@ -65,4 +65,5 @@ def side_by_side(part: torch.Tensor, dim: int) -> torch.Tensor:
 def from_leader(tensor: torch.Tensor) -> None:
     """Fill `tensor` with the first rank's, or give it out there. Of any dtype; it must be contiguous. All must call it."""
     if tensor.numel():
-        dist.broadcast(tensor.view(-1).view(torch.uint8), 0)
+        flat = tensor.as_strided((tensor.numel(),), (1,))  # a size of 1 may have any stride, which no view takes
+        dist.broadcast(flat.view(torch.uint8), 0)

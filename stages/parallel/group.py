@@ -127,7 +127,10 @@ class Group:
         except Exception as error:  # noqa: BLE001 - it is raised below, or is one of the reasons why the ranks are lost
             raised = error
         errors = [self._outcome(follower, raised) for follower in self._followers]
-        self._since = None
+        took, self._since = time.monotonic() - self._since, None
+        if raised is not None and took >= self.seat.timeout:
+            late = f"the ranks have waited for one another for {self.seat.timeout:g} s (parallel.timeout)"
+            raise self._end(f"{late}: {_words(raised)}") from raised
         if raised is None and not any(errors):
             return value
         alone = next((at for at, error in enumerate(errors) if (error is None) is not (raised is None)), None)

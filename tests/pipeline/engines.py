@@ -12,7 +12,9 @@ from proto.messages import StageInfo, Text, TextDelta
 from proto.params import Json
 from proto.tensors import Dtype, TensorRef, WireTensor
 from stages.engine import Emit, Event, Finished, Job, LoadContext, OutgoingPayload, Publish
+from stages.parallel.group import Group
 from tests.fakes.engines import FakeAr, FakeDiffusion, _Running
+from tests.fakes.ranks import Fault, Note
 
 
 def kv_tensors(prompt: str, count: int, nbytes: int) -> dict[str, WireTensor]:
@@ -143,3 +145,25 @@ class Offers(FakeAr):
         elif method in ("sleep", "wake"):
             self._asleep = method == "sleep"
         return {"loras": dict(self._loras), "asleep": self._asleep}
+
+
+class Ranked(FakeAr):
+    """Has followers, who take a note of each step in the file `options.notes`. A step for the prompt "stop" stops one of
+    them for good; the call `ranks` gives their process ids."""
+
+    def load(self, context: LoadContext) -> StageInfo:
+        info = super().load(context)
+        self._group = Group(context, "tests.fakes.ranks:follow")
+        self._group.meet()
+        return info
+
+    def step(self) -> list[Event]:
+        stop = any(self._prompt(running.job) == "stop" for running in self._running.values())
+        note = Note(str(self._options["notes"]), "step", Fault.STOP if stop else Fault.NONE)
+        return self._group.run(note, super().step)
+
+    def call(self, method: str, args: Mapping[str, Json]) -> Json:
+        return self._group.pids if method == "ranks" else super().call(method, args)
+
+    def close(self) -> None:
+        self._group.close()

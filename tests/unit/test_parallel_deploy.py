@@ -39,6 +39,7 @@ def problems(tmp_path: Path, base: str, *lines: str) -> str:
     return str(refused.value).replace(f"{tmp_path}/", "")
 
 
+RING = "parallel: {context: {ulysses: 2, ring: 2}}"
 CPUS = "devices: [cpu, cpu]"
 MISTAKES = {
     "fewer devices than ranks": (
@@ -89,6 +90,36 @@ MISTAKES = {
         (CPUS, "parallel: {tensor: 2}", "engine: {pack_weights: true}"),
         "demo.yaml:9: stages.thinker.engine.pack_weights: weights that ranks share out cannot be packed",
     ),
+    "answers in C": (
+        AR,
+        (CPUS, "parallel: {tensor: 2}", "engine: {native: true}"),
+        "demo.yaml:9: stages.thinker.engine.native: nothing is computed in C by several ranks",
+    ),
+    "adapters": (
+        DIFFUSION,
+        (CPUS, "parallel: {context: {ulysses: 2}}", "engine: {loras: {ink: adapters/ink}}"),
+        "demo.yaml:9: stages.painter.engine.loras: ranks take no adapters (ink)",
+    ),
+    "code of a model's own": (
+        DIFFUSION.replace("demo://tiny-painter}", "demo://tiny-painter, trust_remote_code: true}"),
+        (CPUS, "parallel: {context: {ulysses: 2}}"),
+        "demo.yaml:5: stages.painter.model.trust_remote_code: the code of a model's own cannot be shared out",
+    ),
+    "a compiled denoiser": (
+        DIFFUSION,
+        (CPUS, "parallel: {context: {ulysses: 2}}", "engine: {compile: regional}"),
+        "demo.yaml:9: stages.painter.engine.compile: what ranks share out is not compiled",
+    ),
+    "quantised weights": (
+        DIFFUSION.replace("demo://tiny-painter}", "demo://tiny-painter, quantization: {unet: torchao}}"),
+        (CPUS, "parallel: {context: {ulysses: 2}}"),
+        "demo.yaml:5: stages.painter.model.quantization: quantised weights cannot be shared out",
+    ),
+    "a ring without an attention that can": (
+        DIFFUSION,
+        ("devices: [cuda:0, cuda:1]", "parallel: {context: {ring: 2}}"),
+        "stages.painter.engine.attention: missing; a ring needs a backend that gives sums of exponentials",
+    ),
     "weights and tokens at once": (
         DIFFUSION,
         ("devices: [cuda:0, cuda:1, cuda:2, cuda:3]", "parallel: {tensor: 2, context: {ulysses: 2}}"),
@@ -133,7 +164,7 @@ def test_a_gguf_file_cannot_be_shared_out(tmp_path: Path) -> None:
         (AR, (CPUS, "parallel: {tensor: 2}")),
         (AR, ("devices: [cuda:0, cuda:1, cuda:2, cuda:3]", "replicas: 2", "parallel: {tensor: 2, timeout: 30s}")),
         (AR, ("devices: [cuda:0, cuda:1]", "replicas: 2", "local: 0", "parallel: {tensor: 2}")),
-        (DIFFUSION, ("devices: [cuda:4, cuda:5, cuda:6, cuda:7]", "parallel: {context: {ulysses: 2, ring: 2}}")),
+        (DIFFUSION, ("devices: [cuda:4, cuda:5, cuda:6, cuda:7]", RING, "engine: {attention: _native_cudnn}")),
         (DIFFUSION, ("devices: [xpu:0, xpu:1]", "parallel: {tensor: 2}")),
         (DIFFUSION, (CPUS, "parallel: {context: {ulysses: 2}}")),
         (DIFFUSION, ("devices: [cuda:0, cuda:1]", "parallel: {tensor: 1, context: {ulysses: 1, ring: 1}}")),
@@ -145,7 +176,11 @@ def test_degrees_that_multiply_to_the_devices_are_taken(tmp_path: Path, base: st
 
 def test_the_degrees_multiply(tmp_path: Path) -> None:
     path = write(
-        tmp_path, DIFFUSION, f"devices: {[f'cuda:{n}' for n in range(6)]}", "parallel: {context: {ulysses: 2, ring: 3}}"
+        tmp_path,
+        DIFFUSION,
+        f"devices: {[f'cuda:{n}' for n in range(6)]}",
+        "parallel: {context: {ulysses: 2, ring: 3}}",
+        "engine: {attention: flash}",
     )
     stage = load_deploy(path).deploy.stage(StageName("painter"))
     assert isinstance(stage, DiffusionStage)
