@@ -71,7 +71,7 @@ class DiffusionEngine:
         spec = self._spec = context.spec.engine
         if context.ranks:
             self._group, context = lead(context)
-        painter = self._painter = load_painter(context)
+        painter = load_painter(context)
         if self._group is not None:
             attach(painter.pipe, self._group, context)
         missing = library.use_vae(painter.pipe, slicing=spec.vae_slicing, tiling=spec.vae_tiling)
@@ -97,6 +97,7 @@ class DiffusionEngine:
             self._numbers,
             {Method.CLEAR_CACHE: Handler(NoArgs, self._clear_cache)},
         )
+        self._painter = painter
         self._operator.load_from_deploy(context)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         self._try_out(painter, context)
@@ -207,7 +208,8 @@ class DiffusionEngine:
         """End the requests at work and give the weights back."""
         for request in list(self._requests):
             self.abort(request)
-        self._operator.close()
+        if self._painter is not None:
+            self._operator.close()
         self._remove_sites()
         self._remove_sites = lambda: None
         if self._painter is not None and self._painter.step_caches is not None:
