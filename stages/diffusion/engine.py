@@ -62,6 +62,7 @@ class DiffusionEngine:
         self._forms: dict[RequestId, Form] = {}
         self._counts: Counter[str] = Counter(finished=0, failed=0, aborted=0, steps=0)
         self._remove_sites: Callable[[], None] = lambda: None
+        self._end_calls: Callable[[], None] = lambda: None
         self._trying = False  # the stage is drawing for itself; who wants it drawn tells what goes wrong
         self._group: Ranks | None = None
 
@@ -71,7 +72,7 @@ class DiffusionEngine:
         spec = self._spec = context.spec.engine
         if context.ranks:
             self._group, context = lead(context)
-        painter = load_painter(context)
+        painter = self._painter = load_painter(context)
         if self._group is not None:
             attach(painter.pipe, self._group, context)
         missing = library.use_vae(painter.pipe, slicing=spec.vae_slicing, tiling=spec.vae_tiling)
@@ -97,7 +98,7 @@ class DiffusionEngine:
             self._numbers,
             {Method.CLEAR_CACHE: Handler(NoArgs, self._clear_cache)},
         )
-        self._painter = painter
+        self._end_calls = self._operator.close
         self._operator.load_from_deploy(context)
         self._remove_sites = parking.install(painter.pipe, painter.recipe.traits)
         self._try_out(painter, context)
@@ -208,10 +209,9 @@ class DiffusionEngine:
         """End the requests at work and give the weights back."""
         for request in list(self._requests):
             self.abort(request)
-        if self._painter is not None:
-            self._operator.close()
+        self._end_calls()
         self._remove_sites()
-        self._remove_sites = lambda: None
+        self._end_calls = self._remove_sites = lambda: None
         if self._painter is not None and self._painter.step_caches is not None:
             self._painter.step_caches.remove()
         self._painter = None
