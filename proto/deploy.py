@@ -111,6 +111,8 @@ class ApiSpec(_Section, frozen=True):
     host: str = "127.0.0.1"  # address of the HTTP API
     port: Port = 8091  # 0 lets the system pick one
     max_body_bytes: Bytes = 32 << 20  # larger HTTP bodies get 413
+    job_ttl: Seconds = 3600.0  # what a job of /v1/videos gave is kept so long
+    job_bytes: Bytes = 512 << 20  # of all of them together; the oldest go first
     admin: bool = False  # callers may use the operator's routes: load adapters, put stages to sleep, ...
 
 

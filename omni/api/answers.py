@@ -52,6 +52,13 @@ def answer(call: DrawCall, output: RequestOutput) -> Response:
     return Response(msgspec.json.encode(_with_facts(made, drawn)), media_type="application/json", headers=headers)
 
 
+def files(call: DrawCall, output: RequestOutput) -> tuple[list[bytes], str, float]:
+    """The files of all items, their size in words, and how many seconds each lasts."""
+    drawn = _drawn(call, output)
+    seconds = drawn.array.shape[1] / drawn.fps if isinstance(drawn, VideoOutput) else 0.0
+    return [drawn.encode(at, call.form.name) for at in range(_count(drawn))], _size(drawn) or "", seconds
+
+
 def completed(call: DrawCall, output: RequestOutput) -> list[bytes]:
     """The last events of a stream: one for each item."""
     drawn, revised = _drawn(call, output), _revised(call, output)

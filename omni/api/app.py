@@ -4,6 +4,7 @@
     POST /v1/chat/completions             omni.api.chat
     POST /v1/images/generations           omni.api.images, and so /v1/images/edits, /v1/videos/generations,
                                           /v1/audio/generations and /v1/latents/generations
+    POST /v1/videos and more of it        omni.api.jobs
     POST /v1/requests/ID/updates          omni.api.updates
     POST /admin/call and two more         omni.api.admin
     GET  /health/live, /health/ready      omni.api.health
@@ -34,6 +35,8 @@ from omni.api.chat import Chat
 from omni.api.health import Health
 from omni.api.images import AUDIO, EDITS, LATENTS, VIDEOS, Images
 from omni.api.images import ROUTE as IMAGES
+from omni.api.jobs import CONTENT, ONE, VideoJobs
+from omni.api.jobs import ROUTE as JOBS
 from omni.api.lifetime import Lifetime
 from omni.api.metrics import CountRequests, Metrics
 from omni.api.requests import Requests
@@ -68,6 +71,7 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
     models, health, metrics, requests = Models(catalog), Health(pipeline), Metrics(pipeline), Requests()
     admin = Admin(pipeline)
     images = Images(pipeline, catalog, lifetime, requests)
+    jobs = VideoJobs(pipeline, catalog, lifetime, requests)
     routes = [
         Route(_MODELS, models.list),
         Route(_ONE_MODEL, models.one),
@@ -75,6 +79,10 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
         Route(IMAGES, images.generate, methods=["POST"]),
         Route(EDITS, images.edit, methods=["POST"]),
         Route(VIDEOS, images.videos, methods=["POST"]),
+        Route(JOBS, jobs.create, methods=["POST"]),
+        Route(JOBS, jobs.list),
+        Route(ONE, jobs.one, methods=["GET", "DELETE"]),
+        Route(CONTENT, jobs.content),
         Route(AUDIO, images.audio, methods=["POST"]),
         Route(LATENTS, images.latents, methods=["POST"]),
         Route(UPDATES, Updates(pipeline, requests).update, methods=["POST"]),
@@ -93,6 +101,8 @@ def create_app(pipeline: Pipeline, lifetime: Lifetime | None = None) -> Starlett
             return _ONE_MODEL
         if path.startswith("/v1/requests/"):
             return UPDATES if path.endswith("/updates") else "other"
+        if path.startswith(f"{JOBS}/") and path not in exact:
+            return CONTENT if path.endswith("/content") else ONE
         return path if path in exact else "other"
 
     app = Starlette(

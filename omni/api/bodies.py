@@ -317,6 +317,49 @@ class VideosBody(PictureBody, frozen=True):
     stream: bool | None = None
 
 
+class VideoJobBody(VideosBody, frozen=True):
+    """OpenAI's word for the image is `input_reference`."""
+
+    input_reference: Json = None
+
+
+class VideoJobError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class VideoJob(msgspec.Struct, frozen=True):
+    """OpenAI's. `size` and `seconds` are known when it is done."""
+
+    id: str
+    created_at: int
+    status: str
+    progress: int
+    model: str
+    prompt: str | None
+    seconds: str
+    size: str
+    completed_at: int | None = None
+    expires_at: int | None = None
+    error: VideoJobError | None = None
+    remixed_from_video_id: None = None
+    object: Literal["video"] = "video"
+
+
+class VideoList(msgspec.Struct, frozen=True):
+    data: list[VideoJob]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: Literal["list"] = "list"
+
+
+class VideoDeleted(msgspec.Struct, frozen=True):
+    id: str
+    deleted: bool = True
+    object: Literal["video.deleted"] = "video.deleted"
+
+
 class AudioBody(DrawBody, frozen=True):
     seconds: Annotated[float, Meta(gt=0, le=3600)] | None = None
     response_format: ResultForm | None = None

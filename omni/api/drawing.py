@@ -125,20 +125,27 @@ class Drawing:
         self, body: bodies.DrawBody, info: StageInfo
     ) -> "tuple[tuple[NDArray[np.uint8], ...] | None, NDArray[np.uint8] | None]":
         """The images, and the mask: the caller's, or for a stage that needs one the transparency of the first image."""
-        if not isinstance(body, bodies.PictureBody) or (body.image is None and body.mask is None):
+        if not isinstance(body, bodies.PictureBody):
             return None, None
-        given = body.image if isinstance(body.image, list) else [body.image]
+        field, image = one_of(("image", body.image), ("input_reference", _reference(body)))
+        if image is None and body.mask is None:
+            return None, None
+        given = image if isinstance(image, list) else [image]
         most = self._pipeline.deploy.limits.max_images
         if len(given) > most:
-            raise InvalidRequest(f"image: at most {most} images a request; there are {len(given)}", field="image")
-        sources = [] if body.image is None else [_source(one, "image") for one in given]
-        images = await asyncio.to_thread(pictures.read_pictures, sources, "image") if sources else None
+            raise InvalidRequest(f"{field}: at most {most} images a request; there are {len(given)}", field=field)
+        sources = [] if image is None else [_source(one, field) for one in given]
+        images = await asyncio.to_thread(pictures.read_pictures, sources, field) if sources else None
         mask = None
         if body.mask is not None:
             mask = await asyncio.to_thread(pictures.read_mask, _source(body.mask, "mask"), "mask")
         elif images and images[0].shape[2] == 4 and "mask_image" in info.inputs:
             mask = pictures.mask_of(images[0])
         return images, mask
+
+
+def _reference(body: bodies.PictureBody) -> Json:
+    return body.input_reference if isinstance(body, bodies.VideoJobBody) else None
 
 
 def _source(value: Json, field: str) -> str | bytes:
