@@ -7,6 +7,7 @@ from omni.membership import Replica, ReplicaState
 from omni.planning import COMPANION_ROLE
 from omni.status import EdgeStatus, PipelineStatus, ReplicaStatus, StageStatus
 from proto.deploy import kind_of
+from proto.figures import known
 from proto.ids import StageName
 from proto.messages import Heartbeat
 
@@ -76,5 +77,6 @@ def _replica(replica: Replica, now: float) -> ReplicaStatus:
         leases=beat.leases,
         lease_bytes=beat.lease_bytes,
         rss_bytes=beat.rss_bytes,
+        figures=known(beat.figures),
         silent_s=max(0.0, now - replica.last_seen),
     )

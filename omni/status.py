@@ -2,6 +2,7 @@
 
 import msgspec
 
+from proto.figures import Figures
 from proto.ids import Epoch, StageName
 from proto.messages import StageInfo
 
@@ -24,6 +25,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     rss_bytes: int
     silent_s: float  # since its last message
     loras: tuple[str, ...] = ()  # adapters that it has
+    figures: Figures = Figures()  # what its engine counts and times
 
 
 class StageStatus(msgspec.Struct, frozen=True):

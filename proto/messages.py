@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from proto.deploy import LimitsSpec, StageSpec
 from proto.errors import ErrorCode, ErrorInfo
+from proto.figures import Figures
 from proto.ids import CallId, Epoch, EventId, LeaseId, PullId, RequestId, Session, StageName
 from proto.params import Json, Params, check_json
 from proto.tensors import TensorRef
@@ -370,6 +371,7 @@ class Heartbeat(_Message, frozen=True, tag="beat"):
     leases: Number = 0
     lease_bytes: Number = 0
     rss_bytes: Number = 0
+    figures: Figures = Figures()
 
 
 class Aborted(_Message, frozen=True, tag="aborted"):

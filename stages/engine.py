@@ -16,6 +16,10 @@ An engine whose requests can be changed while they run is also `Interactive`:
 
     engine.update(request, event, change)  raise an OmniError to refuse it; else `Updated` parts follow, from `step`
 
+An engine that counts more than its queue is also `Measured`:
+
+    engine.figures() -> Figures            for /metrics, a few times a second
+
 Invariant: for each submitted job that was not aborted, the engine gives exactly one `Finished` or `Failed`.
 A fault inside one request is that request's `Failed`; `step` raises only when the engine itself is broken.
 """
@@ -26,6 +30,7 @@ from typing import Protocol, runtime_checkable
 
 from proto.deploy import Kind, LimitsSpec, StageSpec
 from proto.errors import ErrorInfo
+from proto.figures import Figures
 from proto.ids import EventId, RequestId, StageName
 from proto.messages import Change, Part, Payload, StageInfo, Usage, Value
 from proto.params import Json, Params
@@ -150,6 +155,13 @@ class Engine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Measured(Engine, Protocol):
+    """An engine that counts and times what `proto.figures` has names for, since it was loaded."""
+
+    def figures(self) -> Figures: ...
 
 
 @runtime_checkable

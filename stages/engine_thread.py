@@ -17,16 +17,19 @@ import msgspec
 
 from proto.calls import offering
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, OmniError
+from proto.figures import Figures, Histogram
 from proto.ids import CallId, EventId, RequestId
 from proto.messages import Change, StageInfo, Started, Timings, Updated, UpdateState
 from proto.params import Json, set_fields
-from stages.engine import Emit, Engine, Event, Failed, Finished, Interactive, Job, LoadContext, Publish
+from stages.engine import Emit, Engine, Event, Failed, Finished, Interactive, Job, LoadContext, Measured, Publish
 
 log = logging.getLogger("omni.stage")
 
 COMMANDS: Final = 4096
 REPORTS: Final = 256
 SMOOTHING: Final = 0.1
+MEASURE_S: Final = 0.2
+"""How old the figures of a busy engine may be."""
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -157,7 +160,10 @@ class EngineThread:
         self.broken: Broken | None = None  # set before it is reported: a report may be lost with its session
         self._make = make_engine
         self._context = context
+        self.figures = Figures()
         self._times: dict[RequestId, _Times] = {}
+        self._queue = Histogram("queue_seconds")
+        self._measure_at = 0.0
         self._woken = False  # by the engine's own clock
         self._out: list[Report] = []
         self._breaking = threading.Lock()
@@ -221,9 +227,19 @@ class EngineThread:
                 self._step(engine)
             stats = engine.stats()
             self.queued, self.running = stats.queued, stats.running
+            self._measure(engine)
             if self._out:
                 self.reports.sync_q.put(self._out)
                 self._out = []
+
+    def _measure(self, engine: Engine) -> None:
+        """Not at every step, but always before it waits."""
+        now = time.monotonic()
+        if now < self._measure_at and engine.has_work:
+            return
+        self._measure_at = now + MEASURE_S
+        own = engine.figures() if isinstance(engine, Measured) else Figures()
+        self.figures = Figures(own.numbers, {**own.spreads, self._queue.name: self._queue.spread})
 
     def _obey_next(self, engine: Engine) -> bool:
         """Wait for a command, but not longer than until the engine has work by itself."""
@@ -253,6 +269,7 @@ class EngineThread:
         if isinstance(event, Emit) and isinstance(event.part, Started):
             times.started_at = step_began  # it left the queue for this step, and has been worked on since
             event = Emit(event.request, event.output, Started(queue_s=step_began - times.received_at))
+            self._queue.add(step_began - times.received_at)
         if isinstance(event, Finished):
             del self._times[event.request]
             started = times.received_at if times.started_at is None else times.started_at

@@ -236,6 +236,7 @@ class StageSession:
             leases=len(self._store),
             lease_bytes=self._store.nbytes,
             rss_bytes=_rss(),
+            figures=engine.figures,
         )
         self._connection.send_control(beat)
         self._connection.stay_attached()

@@ -10,6 +10,12 @@
 | omni_stage_queue_depth | stage, replica | requests in the replica's own queue |
 | omni_stage_running | stage, replica | requests that the replica works on |
 | omni_stage_step_seconds | stage, replica | time of one engine step, moving average |
+| omni_prompt_tokens_total, omni_prefix_hit_tokens_total, omni_generated_tokens_total, omni_preemptions_total | stage, replica | ar |
+| omni_kv_pages, omni_kv_pages_used, omni_kv_pages_cached | stage, replica | ar: the KV pool |
+| omni_first_token_seconds, omni_inter_token_seconds | stage, replica | ar: histograms |
+| omni_queue_seconds | stage, replica | histogram: arrival at the stage to the first step |
+| omni_denoise_steps_total, omni_denoiser_forwards_total | stage, replica | diffusion: steps of requests, forwards that made them |
+| omni_prompt_cache_hits_total, omni_prompt_cache_misses_total, omni_prompt_cache_bytes | stage, replica | diffusion |
 | omni_edge_payloads_total | source, target | payloads that crossed the edge |
 | omni_edge_bytes_total | source, target | their bytes |
 | omni_leases | | payloads that stages keep for others |
@@ -22,11 +28,12 @@ Invariant: label values come from the deploy and the table of routes, never from
 """
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from time import perf_counter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.requests import Request
@@ -36,6 +43,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from omni.api.errors import CLIENT_GONE
 from omni.pipeline import Pipeline
 from omni.status import PipelineStatus
+from proto.figures import FIGURES, HISTOGRAMS, Sort
 
 _SECONDS: Final = (0.005, 0.02, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -70,6 +78,7 @@ class _StatusCollector(Collector):
         if self.latest is not None:
             yield from _requests(self.latest)
             yield from _stages(self.latest)
+            yield from _figures(self.latest)
             yield from _edges(self.latest)
 
 
@@ -100,6 +109,27 @@ def _stages(status: PipelineStatus) -> Iterable[Metric]:
             running.add_metric(labels, replica.running)
             step.add_metric(labels, replica.step_s)
     return ready, queued, running, step
+
+
+def _figures(status: PipelineStatus) -> Iterable[Metric]:
+    """What engines count, where one does."""
+    one = ("stage", "replica")
+    numbers: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    spreads: dict[str, HistogramMetricFamily] = {}
+    for stage in status.stages:
+        for replica in stage.replicas:
+            labels = (stage.stage, str(replica.replica))
+            for name, value in replica.figures.numbers.items():
+                sort, text = FIGURES[name]
+                family = CounterMetricFamily if sort is Sort.COUNTER else GaugeMetricFamily
+                numbers.setdefault(name, family(f"omni_{name}", text, labels=one)).add_metric(labels, value)
+            for name, spread in replica.figures.spreads.items():
+                text, bounds = HISTOGRAMS[name]
+                uppers = [*(str(float(bound)) for bound in bounds), "+Inf"]
+                buckets = list(zip(uppers, accumulate(spread.counts), strict=True))
+                histogram = spreads.setdefault(name, HistogramMetricFamily(f"omni_{name}", text, labels=one))
+                histogram.add_metric(labels, buckets, spread.total)
+    return (*numbers.values(), *spreads.values())
 
 
 def _edges(status: PipelineStatus) -> Iterable[Metric]:

@@ -20,6 +20,7 @@ import torch
 
 from proto.calls import Method, NoArgs
 from proto.errors import OmniError, StageFailed
+from proto.figures import Figures
 from proto.ids import RequestId
 from proto.messages import StageInfo, Started, TextDelta
 from proto.params import Json, lora_use
@@ -170,6 +171,9 @@ class ArEngine:
             return EngineStats()
         scheduler = self._parts.scheduler
         return EngineStats(queued=len(scheduler.waiting), running=len(scheduler.running))
+
+    def figures(self) -> Figures:
+        return Figures() if self._parts is None else self._metrics.figures(self._parts.scheduler)
 
     def close(self) -> None:
         """Forget every request and the model."""

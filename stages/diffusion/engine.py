@@ -19,6 +19,7 @@ import torch
 from proto.calls import Method, NoArgs
 from proto.deploy import DiffusionStage
 from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, StartError
+from proto.figures import Figures
 from proto.ids import EventId, RequestId
 from proto.messages import Change, Progress, StageInfo, Started
 from proto.params import Json, LoraUse
@@ -204,6 +205,17 @@ class DiffusionEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(queued=self._scheduler.queued, running=self._scheduler.running)
+
+    def figures(self) -> Figures:
+        prompts = self._prompts
+        numbers = {
+            "denoise_steps": self._counts["steps"],
+            "denoiser_forwards": self._runner.forwards[Phase.DENOISE],
+            "prompt_cache_hits": prompts.hits,
+            "prompt_cache_misses": prompts.misses,
+            "prompt_cache_bytes": prompts.size,
+        }
+        return Figures({name: float(number) for name, number in numbers.items()})
 
     def close(self) -> None:
         """End the requests at work and give the weights back."""

@@ -81,6 +81,30 @@ def test_several_answers_are_as_many_choices_streamed_and_not(real: Served) -> N
         assert ends == [1, 1, 1]
 
 
+def test_metrics_tell_what_the_engines_count_and_time(real: Served) -> None:
+    with client(real.url) as ai:
+        said = ai.chat.completions.create(model="test/thinker", messages=[{"role": "user", "content": "hello"}])
+    draw(real.url)
+    assert said.usage is not None
+    least = {
+        'omni_generated_tokens_total{replica="0",stage="thinker"}': said.usage.completion_tokens,
+        'omni_prompt_tokens_total{replica="0",stage="thinker"}': said.usage.prompt_tokens,
+        'omni_kv_pages{replica="0",stage="thinker"}': 1,
+        'omni_first_token_seconds_count{replica="0",stage="thinker"}': 1,
+        'omni_inter_token_seconds_bucket{le="+Inf",replica="0",stage="thinker"}': said.usage.completion_tokens - 1,
+        'omni_queue_seconds_count{replica="0",stage="painter"}': 1,
+        'omni_denoise_steps_total{replica="0",stage="painter"}': 2,
+        'omni_denoiser_forwards_total{replica="0",stage="painter"}': 2,
+    }
+
+    def missing() -> dict[str, float]:
+        lines = httpx.get(f"{real.url}/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+        return {name: value for name, value in least.items() if float(values.get(name, 0)) < value}
+
+    until(lambda: not missing(), "a beat with what they counted")
+
+
 def draw(url: str, **settings: object) -> bytes:
     """The pixels of one picture."""
     with client(url) as ai:
