@@ -1,19 +1,12 @@
-"""What a request gave, as files: `.png`, `.txt`, `.wav` by kind. The caller names one file; its stem serves for all."""
+"""What a request gave, as files: `.png`, `.txt`, `.wav`, `.mp4` by kind. The caller names one file; its stem serves for all,
+its suffix says the form of the outputs that have such a form."""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from omni.outputs import (
-    AudioOutput,
-    ImageOutput,
-    Output,
-    RequestOutput,
-    TensorOutput,
-    TextOutput,
-    TokensOutput,
-    VideoOutput,
-)
+from omni.encoding import check_form, form_of_suffix, kinds_of_suffix
+from omni.outputs import Output, RequestOutput, TensorOutput, TextOutput, TokensOutput
 from proto.errors import InvalidRequest
 
 _LONGEST_END = "-1000.tokens.txt"
@@ -21,8 +14,11 @@ _LONGEST_END = "-1000.tokens.txt"
 
 
 def check_target(target: Path) -> None:
-    """Make the folder of `target`. Raises `InvalidRequest` when nothing can be saved there."""
+    """Make the folder of `target`. Raises `InvalidRequest` when nothing can be saved there, or not in that form."""
     folder = target.parent
+    kinds = kinds_of_suffix(target.suffix)
+    if len(kinds) == 1 and (form := form_of_suffix(kinds[0], target.suffix)) is not None:
+        check_form(kinds[0], form, "save")
     try:
         if target.is_dir():
             reason = "that is a folder; name a file in it"
@@ -41,14 +37,14 @@ def save_outputs(result: RequestOutput, target: Path) -> list[Path]:
     """Write every output and return the files, in the order of the stages.
 
     `target` may have any suffix: `out.png` gives out.png, out.txt and so on. Several items of one output are numbered
-    (out-1.png, out-2.png); a second stage with the same kind of output adds its name (out-critic.txt). A `.jpg`, `.jpeg`
-    or `.webp` target is the format of the images. Existing files are replaced.
+    (out-1.png, out-2.png); a second stage with the same kind of output adds its name (out-critic.txt). A suffix that is a
+    form of an output's kind is that output's (`out.webp`, `out.flac`, `out.safetensors`); the others have the usual one of
+    their kind, which for videos is mp4 where PyAV is there. Existing files are replaced.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    image_suffix = target.suffix.lower() if target.suffix.lower() in (".jpg", ".jpeg", ".webp") else ".png"
     written: list[Path] = []
     for stage, output in result.outputs.items():
-        files = list(_files(output, image_suffix))
+        files = list(_files(output, target.suffix))
         for number, (suffix, data) in enumerate(files, 1):
             numbered = f"-{number}" if len(files) > 1 else ""
             path = target.with_name(f"{target.stem}{numbered}{suffix}")
@@ -59,29 +55,15 @@ def save_outputs(result: RequestOutput, target: Path) -> list[Path]:
     return written
 
 
-def _files(output: Output, image_suffix: str) -> Iterator[tuple[str, bytes]]:
-    """(suffix, bytes) of each item of an output."""
+def _files(output: Output, wanted: str) -> Iterator[tuple[str, bytes]]:
+    """(suffix, bytes) of each item of an output. `wanted` is the target's suffix."""
     if isinstance(output, TextOutput):
-        for text in output.texts:
-            yield ".txt", text.encode() + b"\n"
-    elif isinstance(output, ImageOutput):
-        image_format = {".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}.get(image_suffix, "png")
-        for index in range(len(output.array)):
-            yield image_suffix, output.encode(index, image_format)
-    elif isinstance(output, AudioOutput):
-        for index in range(len(output.array)):
-            yield ".wav", output.encode(index)
+        yield ".txt", output.text.encode() + b"\n"
     elif isinstance(output, TokensOutput):
         yield ".tokens.txt", " ".join(map(str, output.ids)).encode() + b"\n"
     else:
-        yield from _array_files(output)
-
-
-def _array_files(output: VideoOutput | TensorOutput) -> Iterator[tuple[str, bytes]]:
-    import io
-
-    import numpy as np
-
-    buffer = io.BytesIO()
-    np.save(buffer, output.array)
-    yield ".npy", buffer.getvalue()
+        form = check_form(output.kind, form_of_suffix(output.kind, wanted))
+        suffix = wanted.lower() if form_of_suffix(output.kind, wanted) else form.suffix
+        count = 1 if isinstance(output, TensorOutput) else len(output.array)
+        for index in range(count):
+            yield suffix, output.encode(index, form.name)

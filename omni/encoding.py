@@ -5,10 +5,12 @@ before any work; each kind of output has at least one form that needs none.
 """
 
 import io
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from proto.deploy import Kind
@@ -102,9 +104,20 @@ def _mp4(frames: "NDArray[np.uint8]", fps: float) -> bytes:
     height, width = frames.shape[1:3]
     even = ((0, 0), (0, height % 2), (0, width % 2), (0, 0))  # colours are stored for 2 x 2 pixels
     frames = np.pad(frames, even, mode="edge") if height % 2 or width % 2 else frames
-    out = io.BytesIO()
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-    with av.open(out, mode="w", format="mp4", options={"movflags": "faststart"}) as container:
+    with tempfile.TemporaryDirectory(
+        prefix="omni-video-"
+    ) as folder:  # its index goes to the front at the end: no stream
+        path = Path(folder, "video.mp4")
+        _write_mp4(path, codec, frames, fps)
+        return path.read_bytes()
+
+
+def _write_mp4(path: Path, codec: str, frames: "NDArray[np.uint8]", fps: float) -> None:
+    import av
+    import numpy as np
+
+    with av.open(str(path), mode="w", format="mp4", options={"movflags": "faststart"}) as container:
         stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
@@ -112,7 +125,6 @@ def _mp4(frames: "NDArray[np.uint8]", fps: float) -> bytes:
         for pixels in frames:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")))
         container.mux(stream.encode())
-    return out.getvalue()
 
 
 def audio_file(samples: "NDArray[np.float32]", rate: int, form: str = "wav") -> bytes:

@@ -25,7 +25,7 @@ IN_A_THREAD: Final = 256 << 10
 """Bytes; larger bodies are parsed off the loop."""
 
 _LINGER_S: Final = 2.0
-_shower: Final = json.JSONEncoder(ensure_ascii=False)
+_shower: Final = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"{len(value)} bytes")  # a form's file
 _LONGEST: Final = 80
 """Characters of a caller's own words in a message."""
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file
 
 from launch.saving import check_target, save_outputs
+from omni import encoding
 from omni.outputs import (
     AudioOutput,
     ImageOutput,
@@ -96,14 +98,49 @@ def test_sound_is_a_wav(tmp_path: Path) -> None:
     assert (samples[0, 0], samples[-1, 0], samples[50, 1]) == (-32767, 32767, 0)
 
 
-def test_tensors_videos_and_tokens_are_kept_whole(tmp_path: Path) -> None:
-    frames = np.zeros((1, 2, 4, 6, 3), np.uint8)
+def test_tensors_and_tokens_are_kept_whole(tmp_path: Path) -> None:
     latents = np.ones((1, 4, 2, 2), np.float32)
-    done = result(a=VideoOutput(frames, 8.0), b=TensorOutput(latents), c=TokensOutput((3, 1)))
-    assert saved(done, tmp_path / "out.png") == ["out.npy", "out-b.npy", "out.tokens.txt"]
-    assert np.array_equal(np.load(tmp_path / "out.npy"), frames)
-    assert np.array_equal(np.load(tmp_path / "out-b.npy"), latents)
+    done = result(b=TensorOutput(latents), c=TokensOutput((3, 1)))
+    assert saved(done, tmp_path / "out.png") == ["out.npy", "out.tokens.txt"]
+    assert np.array_equal(np.load(tmp_path / "out.npy"), latents)
     assert (tmp_path / "out.tokens.txt").read_text() == "3 1\n"
+
+
+def test_the_suffix_is_the_form_of_the_outputs_that_have_it(tmp_path: Path) -> None:
+    film = np.arange(2304).astype(np.uint8).reshape(1, 3, 16, 16, 3)
+    film[0, 1] += 50
+    film[0, 2] += 100
+    done = result(a=VideoOutput(film, 8.0), b=AudioOutput(np.zeros((1, 1, 50), np.float32), 8000))
+    for target, names in (
+        ("x.mp4", ["x.mp4", "x.wav"]),
+        ("y.gif", ["y.gif", "y.wav"]),
+        ("z.flac", ["z.mp4", "z.flac"]),
+    ):
+        folder = tmp_path / target
+        assert saved(done, folder / target) == names
+    assert Image.open(tmp_path / "y.gif" / "y.gif").n_frames == 3
+    latents = result(a=TensorOutput(np.ones((2, 2), np.float16)))
+    (only,) = save_outputs(latents, tmp_path / "l.safetensors")
+    assert load_file(only)["latents"].tolist() == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("target", "module", "words"),
+    [
+        ("x.mp4", "av", r"mp4 needs PyAV.*pip install 'omni-pipeline\[video\]'.*webp, gif"),
+        ("x.flac", "soundfile", "wav"),
+    ],
+)
+def test_a_form_that_needs_an_extra_is_refused_before_work_with_the_remedy(
+    target: str, module: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "find_spec", lambda name: None if name == module else object())
+    with pytest.raises(InvalidRequest, match=words) as refusal:
+        check_target(tmp_path / target)
+    assert refusal.value.info.field == "save"
+    film = result(a=VideoOutput(np.arange(768, dtype=np.uint8).reshape(1, 4, 8, 8, 3), 8.0))
+    (only,) = save_outputs(film, tmp_path / "out.png")
+    assert only.suffix == (".webp" if module == "av" else ".mp4")
 
 
 def test_folder_is_made_and_old_files_are_replaced(tmp_path: Path) -> None:
