@@ -20,7 +20,7 @@ from launch.deploy_file import load_deploy
 from launch.explain import show
 from launch.local import LocalLauncher
 from launch.logs import set_up_logs
-from launch.one_shot import run_prompt
+from launch.one_shot import Asked, run_prompt
 from launch.overrides import parse_value
 from launch.render import show_status
 from launch.serving import serve_until_cancelled
@@ -75,6 +75,14 @@ def launch(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE", help="With --prompt: a parameter such as seed=7. May be repeated."),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="With --prompt: a picture to start from. May be repeated."),
+    ] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --image: white, or transparent, where it is to be painted anew."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
     """Start a pipeline: the master, its local stages, and the API. Waits for stages that other hosts start.
@@ -91,10 +99,10 @@ def launch(
     """
     console, progress = Console(), Console(stderr=True)
     set_up_logs("master", verbose, quiet=prompt is not None, console=progress)
-    if prompt is None and (save is not None or param):
-        raise typer.BadParameter(
-            "has no effect without --prompt", param_hint="--save" if save is not None else "--param"
-        )
+    given = {"--save": save, "--param": param, "--image": image, "--mask": mask}
+    useless = next((name for name, value in given.items() if value), None)
+    if prompt is None and useless is not None:
+        raise typer.BadParameter("has no effect without --prompt", param_hint=useless)
     try:
         resolved = load_deploy(deploy, overrides or ())
         params = _params(param or [])
@@ -103,7 +111,8 @@ def launch(
             work = serve_until_cancelled(AsyncOmni(resolved.deploy, launcher=launcher), console, progress)
         else:
             omni = AsyncOmni(_private(resolved.deploy), launcher=launcher)
-            work = run_prompt(omni, prompt, params, save, console, progress)
+            asked = Asked(prompt, params, tuple(image or ()), mask, save)
+            work = run_prompt(omni, asked, console, progress)
         _exit(_run(work))
     except (DeployError, InvalidRequest) as error:
         _fail(error, EXIT_USAGE)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -13,26 +14,35 @@ from launch.saving import check_target, save_outputs
 from launch.waiting import Waiting
 from omni.async_omni import AsyncOmni, closing
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StageProgress, StageStarted, TextDelta
+from omni.pictures import read_mask, read_pictures
 from omni.request import GenerateRequest
 from proto.errors import OmniError
 from proto.params import Json
 
 
-async def run_prompt(
-    omni: AsyncOmni,
-    prompt: str,
-    params: Mapping[str, Json],
-    save: Path | None,
-    console: Console,
-    progress: Console,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for. `images` and `mask` are files to read, `save` is one to write."""
+
+    prompt: str
+    params: Mapping[str, Json]
+    images: tuple[Path, ...] = ()
+    mask: Path | None = None
+    save: Path | None = None
+
+
+async def run_prompt(omni: AsyncOmni, asked: Asked, console: Console, progress: Console) -> None:
     """The result goes to `console`, what happens meanwhile to `progress`.
 
-    Raises `InvalidRequest` before anything is started if the prompt, its parameters or `save` can be seen to be wrong,
-    and the `OmniError` of a start or a request that failed, or of files that could not be written.
+    Raises `InvalidRequest` before anything is started if the prompt, its parameters, a picture or `save` can be seen to be
+    wrong, and the `OmniError` of a start or a request that failed, or of files that could not be written.
     """
-    engine = omni.engine
-    engine.planner.plan(GenerateRequest(prompt=prompt, params=engine.planner.spread(params)), {})
+    engine, save = omni.engine, asked.save
+    engine.planner.plan(GenerateRequest(prompt=asked.prompt, params=engine.planner.spread(asked.params)), {})
+    pictures = {
+        "images": read_pictures(asked.images, "--image") if asked.images else None,
+        "mask": None if asked.mask is None else read_mask(asked.mask, "--mask"),
+    }
     if save is not None:
         check_target(save)
     began = time.monotonic()
@@ -42,7 +52,7 @@ async def run_prompt(
         with Waiting(progress, lambda: engine.readiness.waiting) as waiting:
             await engine.wait_ready(waiting.show)
         progress.out(f"ready after {time.monotonic() - began:.1f} s", highlight=False)
-        result = await _run(omni, prompt, params, progress)
+        result = await _run(omni, asked, pictures, progress)
     finally:
         await omni.stop()
     show_outputs(result, console)
@@ -57,9 +67,9 @@ async def run_prompt(
     show_timings(result, console)
 
 
-async def _run(omni: AsyncOmni, prompt: str, params: Mapping[str, Json], console: Console) -> RequestOutput:
+async def _run(omni: AsyncOmni, asked: Asked, pictures: Mapping[str, Json], console: Console) -> RequestOutput:
     with _Bars(console) as bars:
-        async with closing(omni.stream(prompt, **params)) as events:
+        async with closing(omni.stream(asked.prompt, **pictures, **asked.params)) as events:
             async for event in events:
                 bars.show(event)
                 if isinstance(event, RequestOutput):

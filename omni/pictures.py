@@ -26,7 +26,8 @@ data URL."""
 Pictures = Picture | Sequence[Picture]
 
 MAX_PIXELS: Final = 64 << 20
-"""A small file can unpack to a huge picture; larger ones are refused before they are unpacked."""
+"""Of all pictures of a request together. A small file can unpack to a huge picture; what would be too large is refused
+before it is unpacked."""
 
 _DATA_URL: Final = re.compile(r"data:(image/[a-z+.-]{1,32})?;base64,", re.IGNORECASE)
 _SCHEME: Final = re.compile(r"(https?|ftp|file|s3|gs)://", re.IGNORECASE)
@@ -43,17 +44,20 @@ def read_pictures(given: Pictures, field: str = "image") -> "tuple[NDArray[np.ui
     if not isinstance(given, str | bytes | Path | Image) and not _is_array(given, 3):
         several = list(cast("Sequence[Picture]", given))
         names = [field] if len(several) == 1 else [f"{field}[{at}]" for at in range(len(several))]
-        return tuple(read_picture(one, name) for one, name in zip(several, names, strict=True))
+        read: list[NDArray[np.uint8]] = []
+        for one, name in zip(several, names, strict=True):
+            read.append(read_picture(one, name, MAX_PIXELS - sum(array.shape[0] * array.shape[1] for array in read)))
+        return tuple(read)
     return (read_picture(cast(Picture, given), field),)
 
 
-def read_picture(given: Picture, field: str = "image") -> "NDArray[np.uint8]":
+def read_picture(given: Picture, field: str = "image", max_pixels: int = MAX_PIXELS) -> "NDArray[np.uint8]":
     """One picture, as in `read_pictures`."""
     import numpy as np
 
     if _is_array(given, 3):
         return cast("NDArray[np.uint8]", given)
-    image = _opened(given, field)
+    image = _opened(given, field, max_pixels)
     form = "RGBA" if _is_transparent(image) else "RGB"
     return np.asarray(image if image.mode == form else image.convert(form), dtype=np.uint8)
 
@@ -70,7 +74,7 @@ def read_mask(given: Picture, field: str = "mask") -> "NDArray[np.uint8]":
         from PIL.Image import fromarray
 
         given = fromarray(given)
-    image = _opened(given, field)
+    image = _opened(given, field, MAX_PIXELS)
     if _has_alpha(image):
         return mask_of(np.asarray(image.convert("RGBA"), dtype=np.uint8))
     return np.asarray(image.convert("L"), dtype=np.uint8)
@@ -95,11 +99,11 @@ def _is_transparent(image: "Image") -> bool:
     return _has_alpha(image) and image.convert("RGBA").getextrema()[3][0] < 255
 
 
-def _opened(given: object, field: str) -> "Image":
+def _opened(given: object, field: str, max_pixels: int) -> "Image":
     from PIL.Image import Image
 
     if isinstance(given, Image):
-        _check_size(given, field)
+        _check_size(given, field, max_pixels)
         return given
     if isinstance(given, Path):
         try:
@@ -114,7 +118,7 @@ def _opened(given: object, field: str) -> "Image":
             " a path, or a data URL",
             field=field,
         )
-    return _from_file(given, field)
+    return _from_file(given, field, max_pixels)
 
 
 def _from_text(text: str, field: str) -> bytes:
@@ -129,19 +133,23 @@ def _from_text(text: str, field: str) -> bytes:
         raise InvalidRequest(f"{field}: this is not base64, nor a data URL with base64", field=field) from None
 
 
-def _from_file(raw: bytes, field: str) -> "Image":
+def _from_file(raw: bytes, field: str, max_pixels: int) -> "Image":
     """Upright, and unpacked."""
     from PIL import Image, ImageOps
 
     try:
         with Image.open(BytesIO(raw), formats=_FORMATS) as image:
-            _check_size(image, field)
+            _check_size(image, field, max_pixels)
             return ImageOps.exif_transpose(image)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         raise InvalidRequest(f"{field}: this is not a whole png, jpeg or webp file", field=field) from None
 
 
-def _check_size(image: "Image", field: str) -> None:
+def _check_size(image: "Image", field: str, max_pixels: int) -> None:
     width, height = image.size
-    if max(width, height) > MAX_PIXELS_A_SIDE or width * height > MAX_PIXELS:
-        raise InvalidRequest(f"{field}: {width}x{height} pixels is too large; send a smaller one", field=field)
+    if max(width, height) > MAX_PIXELS_A_SIDE or width * height > max_pixels:
+        raise InvalidRequest(
+            f"{field}: {width}x{height} pixels is too large; a side may have {MAX_PIXELS_A_SIDE}, and all images of a"
+            f" request together {MAX_PIXELS} pixels",
+            field=field,
+        )

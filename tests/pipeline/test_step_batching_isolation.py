@@ -446,3 +446,10 @@ def test_vae_switches_give_the_same_picture(engines: Load) -> None:
     np.testing.assert_allclose(
         from_wire(alone(usual, one).tensors[0]).astype(int), from_wire(alone(saving, one).tensors[0]), atol=1
     )
+
+
+@pytest.mark.parametrize(("count", "steps"), [(0, []), (1, [4]), (2, [3, 6]), (3, [2, 4, 6]), (20, list(range(1, 8)))])
+def test_a_request_says_how_many_previews_it_wants(count: int, steps: list[int], engines: Load) -> None:
+    events = drive(engines("sd", preview_every=3), {0: job("a", steps=8, previews=count)})
+    previews = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
+    assert [event.part.step for event in previews] == steps  # type: ignore[union-attr]
