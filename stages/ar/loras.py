@@ -11,6 +11,7 @@ Invariants
 """
 
 import importlib.util
+import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -36,8 +37,16 @@ from stages.ar.scheduler import Chunk
 CONFIG: Final = "adapter_config.json"
 WEIGHTS: Final = "adapter_model.safetensors"
 _PREFIX: Final = "base_model.model."
-_OTHER_MEANS: Final = ("use_dora", "modules_to_save", "layer_replication", "alora_invocation_tokens", "use_qalora")
-"""Settings of peft that change more than the sum above."""
+_READ: Final = frozenset({"lora_alpha", "alpha_pattern", "use_rslora"})
+_FOR_OTHERS: Final = frozenset(
+    {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"}
+    | {"r", "rank_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+    | {"lora_dropout", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config", "eva_config"}
+    | {"qalora_group_size", "runtime_config", "ensure_weight_tying"}
+)
+"""Settings of peft that its files say themselves, or that matter to training alone."""
+_PLAIN: Final = {"bias": ("none",), "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal")}
+"""Values of other settings that change nothing about the sum above; of all that are not here, what is false."""
 
 
 # --- the forward ------------------------------------------------------------------------------------------------------
@@ -260,9 +269,11 @@ class ArLoras:
             raise self._refusal(f"{str(folder / CONFIG)!r} cannot be read: {error}", "path") from error
         if not isinstance(config, LoraConfig):
             raise self._refusal(f"{str(folder)!r} is an adapter of type {config.peft_type}, not LoRA", "path")
-        for name in _OTHER_MEANS:
-            if vars(config).get(name):
-                raise self._refusal(f"{str(folder)!r} has {name}, which is not applied here", "path")
+        written = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        for name in written.keys() - _READ - _FOR_OTHERS:  # those of newer versions of peft too
+            value = written[name]
+            if value not in _PLAIN[name] if name in _PLAIN else bool(value):
+                raise self._refusal(f"{str(folder)!r} has {name}={value!r:.100}, which is not applied here", "path")
         return config
 
     def _pair(self, path: str, both: Mapping[str, torch.Tensor], config: Any) -> tuple[torch.Tensor, torch.Tensor]:

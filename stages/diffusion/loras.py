@@ -12,19 +12,12 @@ Invariants
 
 import contextlib
 import importlib.util
-import logging
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from diffusers import ModelMixin
-from diffusers.loaders.lora_base import (
-    disable_lora_for_text_encoder,
-    enable_lora_for_text_encoder,
-    set_adapters_for_text_encoder,
-)
 from diffusers.utils.peft_utils import delete_adapter_layers
 
 from proto.calls import LoadLora, LoraInfo
@@ -33,7 +26,8 @@ from proto.params import LoraUse
 from stages.diffusion import library
 from stages.diffusion.loading import Painter
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 USUAL_FILE: Final = "pytorch_lora_weights.safetensors"
 """What diffusers and its training scripts call an adapter's file."""
@@ -59,7 +53,8 @@ class Loras:
         self._parts = library.lora_parts(painter.pipe)
         self._switched = {*library.denoisers(painter.pipe), *library.encoders(painter.pipe)}
         self._adapters: dict[str, Adapter] = {}
-        self._states: dict[str, tuple[str, float] | None] = {}  # of the parts that have adapter layers
+        self._layers: dict[str, list[BaseTunerLayer]] = {}  # of the parts that have adapter layers
+        self._states: dict[str, tuple[str, float] | None] = {}  # of the same
         self._loads = 0
 
     @property
@@ -133,22 +128,18 @@ class Loras:
         return (adapter.id, use.scale) if _part(site) in adapter.covers else None
 
     def activate(self, site: str, key: tuple[str, float] | None) -> None:
-        """Before a call at `site`: its module applies what `key` says, and nothing else."""
+        """Before a call at `site`: its module applies what `key` says, and nothing else.
+
+        This sets what the library's `set_adapters`, `enable_lora` and `disable_lora` set, and leaves out what is for training:
+        they walk through all modules and weights for it, and take longer (100 ms for a model of Flux's size) than a step may.
+        """
         part = _part(site)
         if part not in self._states or self._states[part] == key:
             return
-        module = self._parts[part]
-        if isinstance(module, ModelMixin):
-            if key is None:
-                module.disable_lora()
-            else:
-                module.set_adapters([key[0]], [key[1]])
-                module.enable_lora()
-        elif key is None:
-            disable_lora_for_text_encoder(module)
-        else:
-            set_adapters_for_text_encoder([key[0]], module, [key[1]])
-            enable_lora_for_text_encoder(module)
+        for layer in self._layers[part]:
+            if key is not None:
+                layer.set_scale(*key)
+            vars(layer).update(_active_adapter=[key[0]] if key else [], _disable_adapters=key is None)
         self._states[part] = key
 
     # --- small things -------------------------------------------------------------------------------------------------
@@ -205,7 +196,8 @@ class Loras:
         """The library leaves a new adapter on."""
         for part, module in self._parts.items():
             module.eval()
-            if any(True for _ in _tuners(module)):
+            self._layers[part] = list(_tuners(module))
+            if self._layers[part]:
                 self._states[part] = "", 0.0
                 self.activate(part, None)
 
@@ -219,12 +211,12 @@ def _part(site: str) -> str:
     return site.partition(".")[0]
 
 
-def _tuners(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _tuners(module: torch.nn.Module) -> "Iterator[BaseTunerLayer]":
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return (layer for layer in module.modules() if isinstance(layer, BaseTunerLayer))
 
 
-def _layers(module: torch.nn.Module, name: str) -> Iterator[torch.nn.Module]:
+def _layers(module: torch.nn.Module, name: str) -> "Iterator[BaseTunerLayer]":
     """The layers of a module that have something of the adapter."""
     return (layer for layer in _tuners(module) if name in layer._all_available_adapter_names())

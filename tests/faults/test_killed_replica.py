@@ -91,6 +91,18 @@ def test_it_is_started_again_however_young_it_was_with_a_new_epoch_and_the_pipel
         assert pipeline.until_idle().uptime_s > 0
 
 
+def test_a_replica_that_is_started_again_has_the_adapters_that_calls_gave_it() -> None:
+    with Running(deploy({"thinker": fake_ar(use="tests.pipeline.engines:Offers")})) as pipeline:
+        pipeline.call("thinker", "load_lora", {"name": "fox", "path": "/fox"})
+        before = pipeline.replica("thinker").epoch
+        kill(pipeline.pid("thinker"))
+        until(
+            lambda: any(r.epoch > before and r.loras == ("fox",) for r in pipeline.stage("thinker").replicas),
+            "it has its adapter again",
+        )
+        assert pipeline.run("a", stages={"thinker": {"lora": "fox"}}).text == "echo: a"
+
+
 def test_a_process_that_ends_by_itself_at_work_is_started_again() -> None:
     with Running(deploy({"thinker": fake_ar()})) as pipeline:
         error = pipeline.launch("leave").error()

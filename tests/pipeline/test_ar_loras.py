@@ -232,6 +232,8 @@ def test_an_adapter_that_cannot_be_applied_is_refused_and_leaves_nothing(
         (narrow, "do not fit"),
         (head, "lm_head"),
         (dora, "use_dora"),
+        (edited(one.paths["A"], tmp_path / "pissa", init_lora_weights="pissa"), "init_lora_weights='pissa'"),
+        (edited(one.paths["A"], tmp_path / "newer", use_tomorrows_lora=True), "use_tomorrows_lora"),
         (edited(one.paths["A"], tmp_path / "ia3", peft_type="IA3"), "not LoRA"),
     ):
         with pytest.raises(InvalidRequest, match=words) as refused:
