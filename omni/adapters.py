@@ -19,6 +19,9 @@ from proto.params import Json
 RELOAD_S: Final = 600.0
 """How long a replica that joins may take for an adapter."""
 
+OWN: Final = 1 << 62
+"""Calls of the master itself have numbers from here on."""
+
 MAX_REMEMBERED: Final = 4096
 """Names in one stage; the oldest is forgotten first."""
 
@@ -27,12 +30,12 @@ MAX_REMEMBERED: Final = 4096
 class Adapters:
     _last: dict[StageName, dict[str, tuple[str, Mapping[str, Json]]]] = field(default_factory=dict)
     _asked: dict[CallId, tuple[CallAsked, frozenset[Epoch]]] = field(default_factory=dict)
-    _numbers: int = 0
+    _number: int = OWN
 
     def asked(self, call: CallAsked, replicas: Iterable[Replica]) -> None:
         """A caller has asked `replicas`; what comes of it is told by `done`."""
         to_remember = call.method in (Method.LOAD_LORA, Method.UNLOAD_LORA) and isinstance(call.args.get("name"), str)
-        if to_remember and call.replicas is None and call.call >= 0:
+        if to_remember and call.replicas is None and call.call < OWN:
             self._asked[call.call] = (call, frozenset(replica.epoch for replica in replicas))
 
     def done(self, call: CallId, *, succeeded: bool) -> tuple[StageName, frozenset[Epoch]] | None:
@@ -54,12 +57,12 @@ class Adapters:
         return self._last.get(stage, {}).get(name, ("", {}))[0] == Method.LOAD_LORA
 
     def for_joiner(self, replica: Replica) -> list[CallAsked]:
-        """What a replica that is ready now has missed. Numbers of such calls are negative: nobody waits for them."""
+        """What a replica that is ready now has missed. Nobody waits for the answers."""
         has = replica.info.loras if replica.info is not None else ()
         calls = []
         for name, (method, args) in self._last.get(replica.stage, {}).items():
             if (method == Method.LOAD_LORA) != (name in has):
-                self._numbers -= 1
-                number = CallId(self._numbers)
+                self._number += 1
+                number = CallId(self._number)
                 calls.append(CallAsked(number, replica.stage, method, args, [replica.index], RELOAD_S))
         return calls

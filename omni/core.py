@@ -7,7 +7,7 @@ correlate RPC. Whoever leaves is reported to all of them, in one place (`_left`)
 import random
 from collections.abc import Callable
 
-from omni.adapters import Adapters
+from omni.adapters import OWN, Adapters
 from omni.balancer import make_balancer
 from omni.calls import Calls
 from omni.events import (
@@ -136,7 +136,7 @@ class MasterCore:
                     stage, reached = remembered
                     for replica in self.members.answering(stage):
                         left += [] if replica.epoch in reached else self._catch_up(replica, now)
-                if action.call < 0:
+                if action.call >= OWN:
                     left += [
                         MembershipChanged(f"an adapter could not be given to it: {error}")
                         for error in action.errors.values()

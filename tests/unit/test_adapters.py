@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from omni.adapters import OWN
 from omni.events import Action, CallAsked, CallDone
 from omni.snapshot import pipeline_status
 from proto.calls import Method
@@ -120,7 +121,7 @@ def test_a_replica_that_joins_later_is_told_to_load_what_the_others_have() -> No
     two = join(master)
     (told,) = two.took(Call)
     assert (told.method, told.args) == (Method.LOAD_LORA, PATH)
-    assert told.call < 0
+    assert told.call >= OWN
     change(two, "fox")
     assert not [action for action in answer(two, told.call) if isinstance(action, CallDone)]
     one.die()
