@@ -239,6 +239,7 @@ class ArEngineSpec(_Section, frozen=True):
     kv_layers: tuple[int, ...] | None = None  # layers whose KV goes on a `kv` edge; default: all
     kv_at: KvAt = KvAt.PREFILL  # when it goes: prefill, token (up to `kv_token`) or end (all but the last token)
     kv_token: Annotated[str, Meta(min_length=1)] | None = None  # one token of the tokenizer, such as <|im_end|>
+    resume_timeout: Seconds = 600.0  # a resumable request that waits for more input so long is closed
     loras: dict[Name, LoraSpec] = {}  # adapters loaded when the stage starts, by name
     options: dict[str, bool | int | float | str] = {}  # for an engine that is not ours
 

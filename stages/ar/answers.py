@@ -37,6 +37,6 @@ def finished(answers: Many[Sequence]) -> Finished:
         outputs=outputs,
         tensors=tuple(first.visible),
         finish_reason=first.finish_reason or "stop",
-        usage=Usage(prompt_tokens=first.prompt, completion_tokens=completed),
+        usage=Usage(prompt_tokens=first.usage.prompt_tokens, completion_tokens=completed),
         detail=first.clocks.detail(time.perf_counter()),
     )

@@ -19,15 +19,17 @@ import msgspec
 import torch
 
 from proto.calls import Method, NoArgs
-from proto.errors import OmniError, StageFailed
+from proto.deploy import ArStage
+from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.figures import Figures
-from proto.ids import RequestId
-from proto.messages import StageInfo, Started, TextDelta
+from proto.ids import EventId, RequestId
+from proto.messages import Change, StageInfo, Started, TextDelta
 from proto.params import Json, lora_use
 from stages.ar.answers import finished
 from stages.ar.flight import Flight
 from stages.ar.metrics import Metrics
 from stages.ar.ranks import lead
+from stages.ar.resuming import Resting, refused
 from stages.ar.runner import Output, joined
 from stages.ar.sampler import sample
 from stages.ar.scheduler import Chunk, Plan
@@ -60,6 +62,8 @@ class ArEngine:
         if context.ranks:
             self._group, context = lead(context)
         parts = self._parts = start(context, self._group)
+        assert isinstance(context.spec, ArStage)
+        self._resting = Resting(parts, context.spec.engine.resume_timeout)
         reset = Handler(NoArgs, lambda _: parts.scheduler.blocks.forget())
         self._operator = OperatorCalls(
             parts.stage,
@@ -77,7 +81,19 @@ class ArEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or (self._parts is not None and self._resting.has_work)
+
+    def wake_s(self) -> float | None:
+        """Until a resumable request has waited too long for more input."""
+        return self._resting.wake_s()
+
+    def update(self, request: RequestId, event: EventId, change: Change) -> None:
+        """More input for a resumable request. Raises `InvalidRequest` for one that cannot take it."""
+        here = next(iter(self._with_siblings(request)), None) or self._resting.find(request)
+        try:
+            self._resting.ask(here, event, change)
+        except InvalidRequest as error:
+            raise self._named(error) from error
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises `InvalidRequest` naming the field if it cannot run, now or ever."""
@@ -100,7 +116,7 @@ class ArEngine:
         return self._plain_step() if self._flight is None else self._overlapped_step(self._flight)
 
     def _plain_step(self) -> list[Event]:
-        events: list[Event] = []
+        events = self._wake()
         plan = self._loaded.scheduler.schedule()
         self._start(plan, events)
         chunks, output = self._run(plan.chunks, events)
@@ -135,7 +151,15 @@ class ArEngine:
                 self._guard(sequence, partial(self._tell, token), events)
         return events
 
+    def _wake(self) -> list[Event]:
+        """Resumable requests that rest go on or end, now that nothing is being computed that they were part of."""
+        going, events = self._resting.wake()
+        for sequence in going:
+            self._enter(sequence)
+        return events
+
     def _launch(self, flight: Flight, events: list[Event]) -> None:
+        events += self._wake()
         plan = self._loaded.scheduler.schedule()
         self._start(plan, events)
         chunks = [chunk for chunk in plan.chunks if self._answers(chunk)]
@@ -151,6 +175,10 @@ class ArEngine:
     def abort(self, request: RequestId) -> None:
         for sequence in self._with_siblings(request):
             self._forget(sequence)
+        resting = self._resting.find(request)
+        if resting is not None:
+            self._settle()
+            self._resting.forget(resting)
 
     def _with_siblings(self, request: RequestId) -> list[Sequence]:
         """All sequences of a request that have not ended; none if it is not here."""
@@ -163,14 +191,18 @@ class ArEngine:
 
     def _lora_uses(self) -> Counter[str]:
         """Requests under way, by adapter."""
-        used = {one.job.request: use.name for one in self._sequences.values() if (use := lora_use(one.job.params))}
+        used = {
+            one.job.request: use.name
+            for one in (*self._sequences.values(), *self._resting.sequences)
+            if (use := lora_use(one.job.params))
+        }
         return Counter(used.values())
 
     def stats(self) -> EngineStats:
         if self._parts is None:
             return EngineStats()
         scheduler = self._parts.scheduler
-        return EngineStats(queued=len(scheduler.waiting), running=len(scheduler.running))
+        return EngineStats(queued=len(scheduler.waiting), running=len(scheduler.running) + len(scheduler.resting))
 
     def figures(self) -> Figures:
         return Figures() if self._parts is None else self._metrics.figures(self._parts.scheduler)
@@ -277,6 +309,7 @@ class ArEngine:
 
     def _give_prompt(self, sequence: Sequence, events: list[Event]) -> None:
         events += self._loaded.exports.prompt_read(sequence)
+        events += self._resting.read(sequence)
         if sequence.prefill_only:
             sequence.finish_reason = "stop"
         elif sequence.family is not None:
@@ -321,6 +354,11 @@ class ArEngine:
             self._fail(sequence, error, events)
             return
         if sequence.finish_reason is not None:
+            if sequence.turns is not None and not sequence.turns.closing:
+                del self._sequences[sequence.track.request]
+                events += self._resting.rest(sequence)
+                return
+            events += refused(sequence)
             answers = sequence.ended()
             if answers:
                 events.append(finished(answers))

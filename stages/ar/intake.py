@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import msgspec
 import torch
 import xxhash
 from transformers import PreTrainedTokenizerBase
@@ -11,18 +12,18 @@ from transformers import PreTrainedTokenizerBase
 from proto.deploy import OUTPUTS, ArStage, KvAt
 from proto.errors import InvalidRequest, OmniError
 from proto.ids import RequestId, StageName
-from proto.messages import TokenChance, TokenLogprobs
+from proto.messages import Chat, ChatMessage, Text, TokenChance, TokenLogprobs, Tokens
 from proto.params import SamplingParams, lora_use
 from stages.ar.detokenizer import Decode, Detokenizer
 from stages.ar.grammar import Grammars
 from stages.ar.loading import LoadedModel
 from stages.ar.loras import ArLoras
 from stages.ar.prompt import Prompt, PromptReader, answer_length
-from stages.ar.response import PlainResponse, Response, ResponseForms
+from stages.ar.response import PlainResponse, Response, ResponseForms, joined
 from stages.ar.sampler import Logprobs
 from stages.ar.sampling import decide, picker
 from stages.ar.scheduler import Track
-from stages.ar.sequence import PREFILL_OUTPUTS, Clocks, Family
+from stages.ar.sequence import PREFILL_OUTPUTS, Clocks, Family, Following, Turns
 from stages.ar.sequence import Sequence as Work
 from stages.engine import Job
 
@@ -118,6 +119,38 @@ class Intake:
             prefill_only=prefill_only,
             embeds=embeds,
             family=Family(params.n) if params.n is not None and params.n > 1 else None,
+            turns=Turns(self._reader.conversation(job)) if params.resumable else None,
+        )
+
+    def following(self, work: Work, more: Text | Chat | Tokens) -> Following:
+        """What a resumable request reads next: the conversation with its answer and more, or its tokens and more. Raises
+        `InvalidRequest`."""
+        assert work.turns is not None
+        params, chat = self._params(work.job), work.turns.chat
+        if chat is not None and not isinstance(more, Tokens):
+            said = joined(work.deltas[work.turns.said_before :])
+            answer = ChatMessage("assistant", said.text, said.tool_calls, said.reasoning)
+            new = more.messages if isinstance(more, Chat) else (self._reader.turn(more.text),)
+            chat = msgspec.structs.replace(chat, messages=(*chat.messages, answer, *new))
+            prompt = self._reader.conversed(chat)
+        elif isinstance(more, Chat):
+            problem = "the request did not begin as a conversation, so it takes a prompt or tokens, and no messages"
+            raise InvalidRequest(problem, field="messages")
+        else:
+            tokens = work.track.tokens
+            ended = len(tokens) > work.prompt and tokens[-1] in work.picker.rule.ends
+            prompt, chat = self._reader.longer(tokens[:-1] if ended else tokens, more), None
+        return Following(prompt, chat, self._length(params, len(prompt.ids)))
+
+    def go_on(self, work: Work, following: Following) -> None:
+        """Begin the next answer just as that to a prompt of its own."""
+        params = self._params(work.job)
+        rule = decide(params, self._loaded.generation, self._loaded.eos, self._encode)
+        work.go_on(
+            following,
+            picker(rule, work.track.tokens, self._grammars.matcher(params)),
+            Detokenizer(self._decoder(following.prompt), params.stop or ()),
+            self._response(following.prompt),
         )
 
     def sibling(self, first: Work, choice: int) -> Work:
@@ -196,6 +229,17 @@ class Intake:
                 last = self._loaded.vocabulary - 1
                 raise InvalidRequest(f"{field} names token {strange[0]}; the model has tokens 0 to {last}", field=field)
 
+    def _check_resumable(self, job: Job, params: SamplingParams) -> None:
+        """What there is once for a prompt has no meaning for one that grows."""
+        if params.n is not None and params.n > 1:
+            raise InvalidRequest(f"a resumable request has one answer at a time; n is {params.n}", field="n")
+        if params.prompt_logprobs is not None:
+            raise InvalidRequest("a resumable request has no prompt_logprobs; leave them out", field="prompt_logprobs")
+        if {*job.emit, *job.publish} & PREFILL_OUTPUTS:
+            raise InvalidRequest("a resumable request gives text and tokens, and no hidden or kv", field="resumable")
+        if "prompt_embeds" in job.inputs or "prompt_embeds" in job.payloads:
+            raise InvalidRequest("a prompt of embeddings cannot be resumed; give text or tokens", field="resumable")
+
     def _check_outputs(self, job: Job, params: SamplingParams) -> None:
         several = sorted({*job.emit, *job.publish} - self._prefill_outputs - ({"text"} - {*job.publish}))
         if several and params.n is not None and params.n > 1:
@@ -204,6 +248,8 @@ class Intake:
                 f" {', '.join(several)} of this stage; set n to 1",
                 field="n",
             )
+        if params.resumable:
+            self._check_resumable(job, params)
         if params.prompt_logprobs is not None and "text" not in job.emit:
             raise InvalidRequest("prompt_logprobs come with the text, which is not asked for", field="prompt_logprobs")
         for name in (*job.emit, *job.publish):

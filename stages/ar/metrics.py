@@ -33,7 +33,8 @@ class Metrics:
         blocks, counters = scheduler.blocks, scheduler.counters
         return {
             "queued": len(scheduler.waiting),
-            "running": len(scheduler.running),
+            "running": len(scheduler.running) + len(scheduler.resting),
+            "resting": len(scheduler.resting),
             "finished": self.finished,
             "failed": self.failed,
             "kv_pages": blocks.usable,
@@ -44,6 +45,8 @@ class Metrics:
             "prompt_tokens": counters.prompt_tokens,
             "prefix_hit_tokens": counters.hit_tokens,
             "generated_tokens": self.generated,
+            "resumed_tokens": counters.resumed_tokens,
+            "kept_tokens": counters.kept_tokens,
             "queue_s": _report(self.queue),
             "first_token_s": _report(self.first_token),
             "inter_token_s": _report(self.inter_token),

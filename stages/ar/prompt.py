@@ -8,7 +8,7 @@
   blank line between.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -97,7 +97,32 @@ class PromptReader:
 
     def read(self, job: Job, embeds: torch.Tensor | None = None) -> Prompt:
         """The prompt: at least one id, and few enough to leave room for one more. With `embeds` they are only places."""
-        prompt = Prompt((0,) * len(embeds), "prompt_embeds") if embeds is not None else self._read(job)
+        return self._checked(Prompt((0,) * len(embeds), "prompt_embeds") if embeds is not None else self._read(job))
+
+    def conversation(self, job: Job) -> Chat | None:
+        """The prompt as messages, if the chat template has written it; else None."""
+        prompt = job.inputs.get("prompt")
+        if "tokens" in job.inputs or "tokens" in job.payloads or self._tokenizer.chat_template is None:
+            return None
+        if isinstance(prompt, Text) and self._spec.chat:
+            system = (ChatMessage("system", self._spec.system),) if self._spec.system else ()
+            return Chat(messages=(*system, self.turn(prompt.text)))
+        return prompt if isinstance(prompt, Chat) else None
+
+    def turn(self, text: str) -> ChatMessage:
+        """A plain prompt as what the user says next."""
+        return ChatMessage("user", self._spec.template.replace("{prompt}", text))
+
+    def conversed(self, chat: Chat) -> Prompt:
+        """A whole conversation, as if it were a prompt."""
+        return self._checked(self._chat(chat))
+
+    def longer(self, before: Sequence[int], value: Text | Tokens) -> Prompt:
+        """Tokens that were there, and more behind them as they are."""
+        more = value.ids if isinstance(value, Tokens) else self._encode(value.text, special=False)
+        return self._checked(Prompt((*before, *more), "tokens" if isinstance(value, Tokens) else "prompt"))
+
+    def _checked(self, prompt: Prompt) -> Prompt:
         ids, field = prompt.ids, prompt.field
         if not ids:
             raise InvalidRequest(f"the {field} is empty; it must give at least one token", field=field)

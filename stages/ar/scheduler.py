@@ -11,8 +11,12 @@ When pages run out, the running sequence that ranks last gives back all of its o
 again, at its old rank, and its tokens, answer included, are read again later. `add` refuses what could never fit, so the
 first in rank can always go on, and everything ends.
 
-Invariants: a track is in exactly one of waiting, running and neither; only running tracks own pages, enough for every
-token computed; a plan has at most `max_batched_tokens` tokens and one chunk a track; `commit` follows each `schedule`.
+A track that has ended an answer and may go on later *rests*: it keeps its pages, in no seat, until it is resumed with more
+tokens and waits again. Pages of those who rest, or wait and have some, are taken first when they run out, the longest idle ones
+before others; they are then computed again like a preempted one's.
+
+Invariants: a track is in exactly one of waiting, running, resting and none; those that own pages own enough for every
+token computed, and others have none computed; a plan has at most `max_batched_tokens` tokens and one chunk a track; `commit` follows each `schedule`.
 """
 
 import bisect
@@ -99,6 +103,8 @@ class Counters:
     preemptions: int = 0
     prompt_tokens: int = 0  # of sequences let in for the first time
     hit_tokens: int = 0  # of these, found in the prefix cache
+    resumed_tokens: int = 0  # that resumed sequences had when they went on
+    kept_tokens: int = 0  # of these, not computed again
 
 
 class Scheduler:
@@ -108,6 +114,7 @@ class Scheduler:
         self.counters: Final = Counters()
         self._waiting: list[Track] = []  # by rank
         self._running: list[Track] = []  # by rank
+        self._resting: list[Track] = []  # the longest resting one first
         self._arrivals = 0
 
     @property
@@ -118,19 +125,60 @@ class Scheduler:
     def running(self) -> Sequence[Track]:
         return self._running
 
+    @property
+    def resting(self) -> Sequence[Track]:
+        return self._resting
+
     def add(self, track: Track) -> None:
         """Let it wait. Raises `InvalidRequest` with the numbers if the pool could not hold it even alone."""
-        pages = self.blocks.pages_for(track.longest)
+        self.check_fits(track.longest)
+        self._wait(track)
+
+    def _wait(self, track: Track) -> None:
+        self._arrivals += 1
+        track.rank = self._arrivals - track.priority * OVERTAKING
+        bisect.insort(self._waiting, track, key=_rank)
+
+    def check_fits(self, longest: int) -> None:
+        """Raises `InvalidRequest` if the pool could not hold so many tokens of one track."""
+        pages = self.blocks.pages_for(longest)
         if pages > self.blocks.usable:
             raise InvalidRequest(
-                f"prompt and answer may have {track.longest} tokens, which take {pages} KV pages of {self.blocks.size};"
+                f"prompt and answer may have {longest} tokens, which take {pages} KV pages of {self.blocks.size};"
                 f" the pool has {self.blocks.usable}; lower max_tokens, shorten the prompt, or raise"
                 " engine.kv_cache_bytes",
                 field="max_tokens",
             )
-        self._arrivals += 1
-        track.rank = self._arrivals - track.priority * OVERTAKING
-        bisect.insort(self._waiting, track, key=_rank)
+
+    def rest(self, track: Track) -> None:
+        """A running track has ended an answer, and keeps its pages."""
+        self._running.remove(track)
+        track.seated = False
+        self._resting.append(track)
+
+    def resume(self, track: Track, tokens: list[int], longest: int) -> int:
+        """A resting track goes on with these tokens: what they have in common with its own need not be computed again.
+        How many that is. Raises `InvalidRequest` as `add` does, and then nothing has changed."""
+        self.check_fits(longest)
+        kept = min(_common(track.tokens, tokens), track.computed, len(tokens) - 1)
+        if kept < track.computed:  # pages that are shared are never written to, so only whole ones can be kept
+            whole = kept // self.blocks.size
+            self.blocks.release(track.pages[whole:])
+            track.pages, kept = (
+                track.pages[:whole],
+                whole * self.blocks.size,
+            )  # a new list: others have read the old one
+        track.hashes = track.hashes[: kept // self.blocks.size]
+        track.tokens, track.longest, track.computed = tokens, longest, kept
+        self.counters.resumed_tokens += len(tokens)
+        self.counters.kept_tokens += kept
+        self._resting.remove(track)
+        self._wait(track)
+        return kept
+
+    def start_over(self, track: Track) -> None:
+        """What was computed of a waiting track is of no more use."""
+        self._give_back(track)
 
     def schedule(self) -> Plan:
         """The next forward; empty if nothing waits or runs."""
@@ -162,11 +210,11 @@ class Scheduler:
 
     def remove(self, track: Track) -> None:
         """It is done, failed or not wanted any more, in whatever state it is."""
-        if track.seated:
-            self._running.remove(track)
-            self._give_back(track)
-        elif track in self._waiting:
-            self._waiting.remove(track)
+        for queue in (self._running, self._waiting, self._resting):
+            if track in queue:
+                queue.remove(track)
+                self._give_back(track)
+                return
 
     def condemn(self, track: Track) -> list[int]:
         """Pages that only this track has and whose content must not be used again. Remove it after they are wiped."""
@@ -177,16 +225,15 @@ class Scheduler:
     def check(self) -> None:
         """Raise `AssertionError` unless the invariants hold. For tests."""
         self.blocks.check()
-        tracks = [*self._waiting, *self._running]
+        tracks = [*self._waiting, *self._running, *self._resting]
         assert len({id(track) for track in tracks}) == len(tracks), "a track is in two places"
         assert len(self._running) <= self.limits.max_seqs, "too many run"
-        for queue, seated in ((self._waiting, False), (self._running, True)):
-            assert queue == sorted(queue, key=_rank), "out of order"
+        for queue, seated in ((self._waiting, False), (self._running, True), (self._resting, False)):
+            assert queue is self._resting or queue == sorted(queue, key=_rank), "out of order"
             assert all(track.seated is seated for track in queue), "a track is not where it says"
-        assert all(not track.pages and track.computed == 0 for track in self._waiting), "one that waits owns pages"
-        owned = {page for track in self._running for page in track.pages}
-        assert len(owned) == self.blocks.owned, "pages have owners that do not run"
-        for track in self._running:
+        owned = {page for track in tracks for page in track.pages}
+        assert len(owned) == self.blocks.owned, "pages have owners that are not here"
+        for track in tracks:
             assert len(track.pages) >= self.blocks.pages_for(track.computed), "a computed token has no page"
             assert len(set(track.pages)) == len(track.pages), "a track has one page twice"
 
@@ -197,12 +244,25 @@ class Scheduler:
         preempted itself and this is False."""
         lacking = self.blocks.pages_for(track.computed + count) - len(track.pages)
         while lacking > self.blocks.available:
+            if self._take_idle():
+                continue
             last = self._running[-1]
             self._preempt(last, chunks)
             if last is track:
                 return False
         if lacking > 0:
             track.pages += self.blocks.allocate(lacking)
+        return True
+
+    def _take_idle(self, but: Track | None = None) -> bool:
+        """Take the pages of one that does not run; whether there was one."""
+        idle = (one for one in (*self._resting, *reversed(self._waiting)) if one.pages and one is not but)
+        track = next(idle, None)
+        if track is None:
+            return False
+        self._give_back(track)
+        track.preempted += 1
+        self.counters.preemptions += 1
         return True
 
     def _preempt(self, track: Track, chunks: list[Chunk]) -> None:
@@ -227,13 +287,18 @@ class Scheduler:
         started: list[Track] = []
         while budget and self._waiting and len(self._running) < self.limits.max_seqs:
             track = self._waiting[0]
-            found = self._cached(track)
+            kept = bool(track.pages)
+            found = track.pages if kept else self._cached(track)
             lacking = self.blocks.pages_for(len(track.tokens)) - len(found)
-            if lacking + promised > self.blocks.available - self.blocks.idle(found):
+            if lacking + promised > self.blocks.available - (0 if kept else self.blocks.idle(found)):
+                if self._take_idle(track):
+                    continue  # what it had may have been found, or is free now
                 break
             del self._waiting[0]
-            self.blocks.share(found)
-            track.pages, track.computed, track.seated = found, len(found) * self.blocks.size, True
+            if not kept:
+                self.blocks.share(found)
+                track.pages, track.computed = found, len(found) * self.blocks.size
+            track.seated = True
             bisect.insort(self._running, track, key=_rank)
             count = min(track.todo, budget)
             now = self.blocks.pages_for(track.computed + count) - len(found)
@@ -261,6 +326,12 @@ class Scheduler:
 
 def _chunk(track: Track, count: int) -> Chunk:
     return Chunk(track, track.computed, count, last=count == track.todo)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their start."""
+    length = min(len(one), len(other))
+    return next((at for at in range(length) if one[at] != other[at]), length)
 
 
 def _rank(track: Track) -> int:

@@ -1,11 +1,13 @@
 """One request at work: its data, and how one more token changes it. No policy, no model."""
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
 
-from proto.messages import TokenLogprobs, Usage
+from proto.ids import EventId
+from proto.messages import Chat, MoreInput, TokenLogprobs, Usage
 from proto.tensors import WireTensor
 from stages.ar.detokenizer import Detokenizer
 from stages.ar.prompt import Prompt
@@ -64,6 +66,7 @@ class Sequence:
     visible: list[WireTensor] = field(default_factory=list)  # tensors that the caller gets
     read: bool = False  # the prompt has been read, and what it gives has been given
     finish_reason: str | None = None
+    turns: "Turns | None" = None  # of a resumable request
     clocks: Clocks = field(default_factory=Clocks)
 
     @property
@@ -73,8 +76,9 @@ class Sequence:
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The ids of the answer so far, an end-of-sequence token included."""
-        return tuple(self.track.tokens[self.prompt :])
+        """The ids of the answer so far, an end-of-sequence token included; of a resumable request those of all answers."""
+        earlier = () if self.turns is None else self.turns.answered
+        return (*earlier, *self.track.tokens[self.prompt :])
 
     def goes_on(self, token: int) -> bool:
         """Whether there is another one after it, as far as the number of this one tells: a stop string may still end it."""
@@ -124,7 +128,20 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """Generated tokens include an end-of-sequence token and those of a stop string, as in vLLM."""
-        return Usage(prompt_tokens=self.prompt, completion_tokens=len(self.track.tokens) - self.prompt)
+        generated = len(self.track.tokens) - self.prompt
+        if self.turns is None:
+            return Usage(prompt_tokens=self.prompt, completion_tokens=generated)
+        earlier = len(self.turns.answered)
+        return Usage(prompt_tokens=max(1, self.prompt - earlier), completion_tokens=earlier + generated)
+
+    def go_on(self, following: "Following", picker: Picker, detokenizer: Detokenizer, response: Response) -> None:
+        """A resumable request has more to read, which `track` has already; its next answer follows."""
+        assert self.turns is not None
+        self.turns.said_before = len(self.deltas)
+        self.turns.chat = following.chat
+        self.max_tokens = following.max_tokens
+        self.read_prompt, self.picker, self.detokenizer, self.response = following.prompt, picker, detokenizer, response
+        self.read, self.finish_reason = False, None
 
 
 @dataclass(slots=True)
@@ -137,3 +154,26 @@ class Family:
     @property
     def whole(self) -> bool:
         return len(self.done) == self.of
+
+
+@dataclass(slots=True)
+class Turns:
+    """What a resumable request has beside its present turn. `chat`: all messages, if its prompt is a conversation. `inbox`:
+    what it is to read next. `reading`: the update that it is reading. `closing`: nothing follows its present answer."""
+
+    chat: Chat | None
+    inbox: deque[tuple[EventId, MoreInput]] = field(default_factory=deque)
+    reading: EventId | None = None
+    closing: bool = False
+    answered: tuple[int, ...] = ()  # ids of the answers before this one
+    said_before: int = 0  # of the sequence's deltas
+    rests_until: float = 0.0  # on `time.monotonic`
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """The next turn: all that will have been read by then, and how long its answer may be."""
+
+    prompt: Prompt
+    chat: Chat | None
+    max_tokens: int

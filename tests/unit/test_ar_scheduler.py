@@ -237,6 +237,61 @@ def test_forgetting_prefixes_harms_nobody_who_runs() -> None:
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
+# --- rest -------------------------------------------------------------------------------------------------------------
+
+
+def at_rest(made: Scheduler, name: str, prompt: int) -> Track:
+    """A track that has read its prompt, has one token of an answer, and rests."""
+    one = track(name, prompt, 4)
+    made.add(one)
+    while one.computed < prompt:
+        finish(made, made.schedule())
+    made.rest(one)
+    return one
+
+
+def test_a_resumed_track_reads_only_what_is_new_to_it() -> None:
+    made = scheduler()
+    one = at_rest(made, "a", 10)
+    assert (len(one.tokens), one.computed) == (11, 10)
+    assert made.resume(one, [*one.tokens, 50, 51], 20) == 10
+    assert shape(made.schedule().chunks) == [("a", 10, 3)]
+    assert (made.counters.resumed_tokens, made.counters.kept_tokens) == (13, 10)
+
+
+def test_a_resumed_track_whose_tokens_differ_keeps_whole_pages_of_what_it_has_in_common() -> None:
+    made = scheduler()
+    one = at_rest(made, "a", 10)
+    assert made.resume(one, [*one.tokens[:6], 50, 51, 52], 20) == 6 // PAGE * PAGE
+    made.check()
+
+
+def test_those_who_rest_take_no_seat_and_give_way_before_anybody_who_runs() -> None:
+    made = scheduler(seqs=1, pages=6)
+    one = at_rest(made, "a", 3 * PAGE)
+    other = track("b", 4 * PAGE, 1, first=100)
+    made.add(other)
+    assert [chunk.track for chunk in made.schedule().chunks] == [other]
+    assert (one.pages, one.computed) == ([], 0)
+    assert made.counters.preemptions == 1
+    made.check()
+    made.remove(other)
+    made.resume(one, [*one.tokens, 50], 4 * PAGE)
+    assert [ended.request for ended in drain(made)] == ["a"]
+
+
+def test_the_pages_of_those_who_wait_with_some_can_be_had_too() -> None:
+    """One that goes on waits behind another for the only seat, and has the pages that the other needs."""
+    made = scheduler(seqs=1, pages=6)
+    one = at_rest(made, "a", 3 * PAGE)
+    first = track("b", 2 * PAGE, 3 * PAGE, first=100)
+    made.add(first)
+    made.commit(made.schedule().chunks)
+    first.tokens.append(7)
+    made.resume(one, [*one.tokens, 50], 4 * PAGE)
+    assert [ended.request for ended in drain(made)] == ["b", "a"]
+
+
 class AnyLife(RuleBasedStateMachine):
     """Requests come, run, are aborted and fail in any order; after every event everything holds, and at the end all end."""
 
@@ -244,6 +299,7 @@ class AnyLife(RuleBasedStateMachine):
         super().__init__()
         self.made = scheduler(seqs=3, budget=7, pages=9)
         self.alive: list[Track] = []
+        self.resting: list[Track] = []
         self.number = 0
         self.planned: Plan | None = None
 
@@ -292,6 +348,36 @@ class AnyLife(RuleBasedStateMachine):
         self.made.remove(gone)
         self.alive.remove(gone)
 
+    @precondition(lambda self: any(one.todo == 1 for one in self.made.running))
+    @rule(data=st.data())
+    def rest(self, data: st.DataObject) -> None:
+        track = data.draw(st.sampled_from([one for one in self.made.running if one.todo == 1]))
+        self.made.rest(track)
+        self.alive.remove(track)
+        self.resting.append(track)
+
+    @precondition(lambda self: self.resting)
+    @rule(data=st.data(), more=st.integers(1, 12), answer=st.integers(1, 6))
+    def resume(self, data: st.DataObject, more: int, answer: int) -> None:
+        track = data.draw(st.sampled_from(self.resting))
+        same = data.draw(st.integers(0, len(track.tokens)))
+        tokens = [*track.tokens[:same], *([9] * more)]
+        before = track.tokens, track.computed, list(track.pages)
+        if self.made.blocks.pages_for(len(tokens) + answer) > 9:
+            with pytest.raises(InvalidRequest):
+                self.made.resume(track, tokens, len(tokens) + answer)
+            assert (track.tokens, track.computed, track.pages) == before
+            return
+        kept = self.made.resume(track, tokens, len(tokens) + answer)
+        assert kept == track.computed <= min(same, before[1])
+        self.resting.remove(track)
+        self.alive.append(track)
+
+    @precondition(lambda self: self.resting)
+    @rule()
+    def leave_at_rest(self) -> None:
+        self.made.remove(self.resting.pop())
+
     @rule()
     def forget(self) -> None:
         self.made.blocks.forget()
@@ -300,10 +386,13 @@ class AnyLife(RuleBasedStateMachine):
     def holds(self) -> None:
         self.made.check()
         assert {id(one) for one in (*self.made.waiting, *self.made.running)} == {id(one) for one in self.alive}
+        assert [id(one) for one in self.made.resting] == [id(one) for one in self.resting]
 
     def teardown(self) -> None:
         ended = drain(self.made)
         assert len(ended) == len(self.alive)
+        for track in self.resting:
+            self.made.remove(track)
         assert self.made.blocks.owned == 0
 
 
