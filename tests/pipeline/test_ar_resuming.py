@@ -172,6 +172,24 @@ def test_updates_wait_for_the_end_of_an_answer_in_their_order(engine: ArEngine) 
     assert isinstance(events[-1], Finished)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_stop_string_ends_a_turn_and_what_was_computed_beyond_it_does_no_harm(tiny: Path, overlap: bool) -> None:
+    engine = loaded(tiny, ArStage(engine=ArEngineSpec(overlap=overlap)))
+    first, _ = whole(engine, [("user", TURNS[0])])
+    stop = first[3:5]
+    stopping = SamplingParams(max_tokens=8, stop=(stop,), resumable=True)
+    engine.submit(job("r", TURNS[0], stopping))
+    events = rest(engine)
+    assert said(events) == first.partition(stop)[0]
+    history = [("user", TURNS[0]), ("assistant", said(events)), ("user", TURNS[1])]
+    second, _ = whole(engine, history)
+    update(engine, "r", "u1", TURNS[1], close=True)
+    events = rest(engine)
+    assert said(events) == second.partition(stop)[0]
+    assert engine.stats() == EngineStats()
+    engine.close()
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
