@@ -7,7 +7,6 @@ import numpy as np
 import openai
 import pytest
 from openai import OpenAI
-from tests.api.test_media import FILM, painter
 
 from omni.outputs import ImageOutput, VideoOutput
 from proto.deploy import ApiSpec, Kind
@@ -15,6 +14,7 @@ from proto.errors import StageFailed
 from proto.ids import StageName
 from tests.api.cases import BadBody, check_refused, client, png
 from tests.api.fake_pipeline import INFOS, PAINTER, Server, serving
+from tests.api.test_media import FILM, painter
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")  # of OpenAI's own servers
 
