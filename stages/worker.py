@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
@@ -54,6 +54,7 @@ class Worker:
     def __init__(self, options: WorkerOptions, on_loaded: Callable[[], None] = lambda: None) -> None:
         """`on_loaded` is called once, when the engine has loaded."""
         self._options = options
+        self._environment = dict(os.environ)
         self._on_loaded = on_loaded
         self._engine: EngineThread | None = None
         self._config_hash: str | None = None
@@ -83,7 +84,7 @@ class Worker:
                     # Weights and compiled kernels can't be unloaded cleanly in general; a fresh process can.
                     log.warning("the stage's config has changed; restarting this worker")
                     self._context.term()
-                    _restart()
+                    _restart(self._environment)
                 if self._options.exit_when_lost and self._last_session is not None:
                     log.warning("the master at %s is gone", self._options.master)
                     return EXIT_MASTER_LOST
@@ -210,8 +211,9 @@ def _build() -> str:
         return "unknown"
 
 
-def _restart() -> None:
-    """Become a fresh process with the same command line."""
+def _restart(environment: Mapping[str, str]) -> None:
+    """Become a fresh process with the same command line. The environment is the first one: this process has narrowed its
+    own, to its share of the devices and threads."""
     import sys
 
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

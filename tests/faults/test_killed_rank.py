@@ -11,18 +11,20 @@ import pytest
 from omni.outputs import TextDelta
 from proto.deploy import ArParallelSpec, ArStage, Deploy, Kind, ModelSpec
 from proto.errors import OmniError
+from stages.worker import EXIT_NOT_LOADED
 from tests.models.tiny_ar import build_tiny_llama
-from tests.pipeline.harness import ENV, Running, deploy, fake_ar, until, until_gone
+from tests.pipeline.harness import ENV, Running, deploy, fake_ar, omni_stage, until, until_gone
+from tests.pipeline.test_headless import free_port
 
 pytestmark = pytest.mark.usefixtures("no_leftovers")
 USE = "tests.pipeline.engines:Ranked"
 LONG = " ".join("word" for _ in range(500))
 
 
-def ranked(tmp_path: Path, *, use: str = USE, timeout: float = 60.0) -> Deploy:
+def ranked(tmp_path: Path, *, timeout: float = 60.0, **more: int) -> Deploy:
     options = {"step_s": 0.02, "notes": str(tmp_path / "notes")}
     parallel = ArParallelSpec(tensor=3, timeout=timeout)
-    return deploy({"thinker": fake_ar(use=use, options=options, parallel=parallel, devices=("cpu", "cpu", "cpu"))})
+    return deploy({"thinker": fake_ar(use=USE, options=options, parallel=parallel, devices=("cpu",) * 3, **more)})
 
 
 def followers(pipeline: Running) -> list[int]:
@@ -67,6 +69,42 @@ def test_no_rank_is_left_when_the_first_is_killed(tmp_path: Path) -> None:
         until_gone([leader, *others])
         until_it_is_back(pipeline, "thinker", leader)
         assert pipeline.run("again").text == "echo: again"
+
+
+def test_a_worker_from_elsewhere_brings_its_ranks_and_starts_afresh_with_others_when_its_config_has_changed(
+    tmp_path: Path,
+) -> None:
+    port = free_port()
+
+    def headless(**more: object) -> Deploy:
+        options = {"notes": str(tmp_path / "notes"), **more}
+        parallel = ArParallelSpec(tensor=2, timeout=60.0)
+        stage = fake_ar(use=USE, options=options, parallel=parallel, local=0, threads=6)
+        return deploy({"thinker": stage}, bind=f"tcp://127.0.0.1:{port}")
+
+    url = f"tcp://127.0.0.1:{port}"
+    with omni_stage(url, "thinker", tmp_path / "log", "--devices", "cuda:5,cuda:6") as process:
+        with Running(headless(some=1)) as pipeline:
+            assert pipeline.run("first").text == "echo: first"
+            (before,) = followers(pipeline)
+        with Running(headless(some=2)) as pipeline:
+            assert pipeline.run("second").text == "echo: second"
+            assert pipeline.pid("thinker") == process.pid
+            until_gone([before])
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 0
+    assert set((tmp_path / "notes").read_text().splitlines()) == {
+        "step 1 cuda:1"
+    }  # the second of the two that they see
+
+
+def test_a_worker_with_too_few_devices_for_its_ranks_says_so_and_ends(tmp_path: Path) -> None:
+    with (
+        Running(ranked(tmp_path, local=0), wait=False) as pipeline,
+        omni_stage(pipeline.url, "thinker", tmp_path / "log", "--devices", "cpu,cpu") as process,
+    ):
+        process.until_says("its ranks need 3 devices, and there are 2: cpu, cpu; give the worker --devices with 3")
+        assert process.wait() == EXIT_NOT_LOADED
 
 
 @pytest.mark.slow
