@@ -122,8 +122,9 @@ def test_a_rank_that_is_killed_while_nothing_is_done_is_noticed_at_once() -> Non
 
 @pytest.mark.parametrize("stuck", [True, False])
 def test_a_rank_that_hangs_ends_the_replica_also_when_the_leader_waits_for_it_for_ever(
-    tmp_path: Path, stuck: bool
+    tmp_path: Path, stuck: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stages.parallel.group.SLACK_S", 0.1)
     told = Told()
     with group(told, ranks=2, timeout=0.5) as ranks:
         ranks.meet()
