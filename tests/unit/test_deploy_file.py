@@ -97,6 +97,14 @@ MISTAKES = {
         edited("smollm2-135m-instruct}", "smollm2-135m-instruct, pipeline_class: FluxPipeline}"),
         "demo.yaml:5: stages.thinker.model.pipeline_class: only stages of kind diffusion have it; take it away",
     ),
+    "own code of the other kind": (
+        edited("smollm2-135m-instruct}", "smollm2-135m-instruct, trust_remote_code: true}"),
+        "demo.yaml:5: stages.thinker.model.trust_remote_code: only stages of kind diffusion have it; take it away",
+    ),
+    "recipe that is no name": (
+        painter("engine: {recipe: sketch}"),
+        "demo.yaml:12: stages.painter.engine.recipe: 'sketch' is not of the form package.module:NAME",
+    ),
     "internal tag of the params": (
         painter("defaults: {type: diffusion}"),
         "demo.yaml:12: stages.painter.defaults.type: unknown key; valid keys: width, height, num_inference_steps, "
@@ -646,6 +654,23 @@ def test_relative_model_paths_are_meant_from_the_yaml(tmp_path: Path, monkeypatc
     assert found.deploy.stages["thinker"].model.path == "demo://smollm2-135m-instruct"
     typed = load_deploy("../deploys/d.yaml", ["stages.painter.model.path=other"])
     assert typed.deploy.stages["painter"].model.path == str(tmp_path / "elsewhere" / "other")
+
+
+def test_code_that_comes_with_a_model_is_refused_unless_the_deploy_trusts_it(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "own", "model_index.json", '{"_class_name": ["pipeline", "Mine"]}')
+    pipeline(tmp_path / "plain")
+    own = edited("demo://tiny-painter", "own")
+    (problem,) = refused(tmp_path, own)
+    assert problem.startswith(
+        "demo.yaml:9: stages.painter.model.trust_remote_code: the model brings its own pipeline code"
+    )
+    assert "(pipeline.py)" in problem
+    assert "write `trust_remote_code: true`" in problem
+    load(tmp_path, own.replace("own}", "own, trust_remote_code: true}"))
+    other = edited("demo://tiny-painter}", "plain, custom_pipeline: code/mine.py}")
+    assert "code/mine.py" in refused(tmp_path, other)[0]
+    found = load(tmp_path, other.replace("mine.py}", "mine.py, trust_remote_code: true}"))
+    assert found.deploy.stages["painter"].model.custom_pipeline == str(tmp_path / "code" / "mine.py")
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
