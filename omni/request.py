@@ -17,7 +17,8 @@ class GenerateRequest:
     """One request. Exactly one of `prompt` and `messages` is needed. `tools` are functions that the answer to `messages` may
     call, in OpenAI's form; `template` sets what the model's chat template takes (`enable_thinking`).
 
-    `outputs` are the stages whose output is wanted (None: every visible one); stages that those do not need are skipped.
+    `outputs` are the stages whose output is wanted (None: `Graph.usual`, every visible one but those that would have to work
+    for it on top of what other stages need); stages that those do not need are skipped.
     `params` override the deploy's `defaults`, per stage. `images` go to the stages that take an `image` and have no edge
     for it, `mask` to those that take a `mask_image`: white, or transparent, where the image is to be painted anew. Both
     are anything that `omni.pictures` reads; the planner gets arrays. Requests of one `affinity` go to the same replicas

@@ -51,6 +51,13 @@ class Thinker:
         self._prefix_ids = torch.tensor([first[: self._prefix]])
 
     @property
+    def shape(self) -> dict[str, int | float]:
+        """What a painter's config says of the language model that it reads."""
+        config = self._model.config
+        heads, size = int(config.num_key_value_heads), int(config.head_dim)
+        return {"kv_heads": heads, "kv_head_dim": size, "rope_theta": self.theta, "prefix_tokens": self._prefix}
+
+    @property
     def prefix_tokens(self) -> int:
         """How many first tokens all prompts share."""
         return self._prefix

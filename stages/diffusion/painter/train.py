@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from stages.diffusion.painter.pipeline import PainterPipeline
 from stages.diffusion.painter.pool import Batch, Pool
 from stages.diffusion.painter.sheets import SAMPLES, loss_curve, sample_sheet
 
+LAYERS: Final = (2, 5, 8, 11, 14, 17, 20, 23)
 UNCONDITIONAL: Final = 0.1
 LONGEST: Final = 40
 LEAST_WEIGHED: Final = 0.08
@@ -44,10 +45,11 @@ FIRST: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`rate` is AdamW's, `muon_rate` Muon's. `pool` captions are held; `refresh` of them are new every 16 steps."""
+    """`layers` of the thinker are read, one by each block. `rate` is AdamW's, `muon_rate` Muon's. `pool` captions are held; `refresh` of them are new every 16 steps."""
 
     out: Path
     thinker: str
+    layers: tuple[int, ...]
     start: Path | None
     steps: int
     decay: int
@@ -59,6 +61,7 @@ class Settings:
     seed: int
     save_seconds: float
     sample_every: int
+    samples: Sequence[str] = SAMPLES
 
 
 class Trainer:
@@ -70,7 +73,7 @@ class Trainer:
         self.step = 0
         self.losses: list[float] = []
         torch.manual_seed(settings.seed)
-        config = {"prefix_tokens": thinker.prefix_tokens, "rope_theta": thinker.theta}
+        config = {"kv_layers": settings.layers, **thinker.shape}
         self.model = PainterTransformer2DModel(**config).to(device)
         if settings.start is not None:
             begun = PainterTransformer2DModel.from_pretrained(settings.start, subfolder="transformer")
@@ -179,8 +182,7 @@ def run(settings: Settings, console: Console) -> None:
     """Train until `settings.steps`, or until the process is told to stop (SIGINT, SIGTERM), which saves first."""
     settings.out.mkdir(parents=True, exist_ok=True)
     (settings.out / "train.pid").write_text(str(os.getpid()))
-    layers = PainterTransformer2DModel().config.kv_layers
-    thinker = load_thinker(settings.thinker, tuple(layers))
+    thinker = load_thinker(settings.thinker, settings.layers)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trainer = Trainer(settings, thinker, device)
     trainer.resume()
@@ -202,12 +204,12 @@ def run(settings: Settings, console: Console) -> None:
                 mean = sum(trainer.losses[-100:]) / len(trainer.losses[-100:])
                 progress.update(bar, completed=trainer.step, description=f"loss {mean:.4f}")
             if trainer.step % settings.sample_every == 0:
-                sample_sheet(trainer.pipeline(), thinker, SAMPLES, settings.out / "samples.png")
+                sample_sheet(trainer.pipeline(), thinker, settings.samples, settings.out / "samples.png")
             if time.monotonic() - saved > settings.save_seconds:
                 trainer.save()
                 saved = time.monotonic()
     trainer.save()
-    sample_sheet(trainer.pipeline(), thinker, SAMPLES, settings.out / "samples.png")
+    sample_sheet(trainer.pipeline(), thinker, settings.samples, settings.out / "samples.png")
 
 
 def _progress(console: Console) -> Progress:
@@ -241,6 +243,9 @@ def main() -> None:
     parser.add_argument(
         "--thinker", default="demo://smollm2-135m-instruct", help="the language model: a folder or demo://NAME"
     )
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=LAYERS, help="of the language model; a block reads each"
+    )
     parser.add_argument("--from", dest="start", type=Path, help="a painter's folder whose weights to begin with")
     parser.add_argument("--steps", type=int, default=20_000, help="in total, those before a resume included")
     parser.add_argument("--decay", type=int, default=2_000, help="last steps, over which the learning rate falls to 0")
@@ -257,6 +262,7 @@ def main() -> None:
     threads = given.pop("threads")
     if threads:
         torch.set_num_threads(threads)
+    given["layers"] = tuple(given["layers"])
     run(Settings(**given), Console())
 
 
