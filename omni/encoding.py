@@ -6,7 +6,7 @@ before any work; each kind of output has at least one form that needs none.
 
 import io
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.util import find_spec
@@ -173,7 +173,3 @@ def form_of_suffix(kind: Kind, suffix: str) -> str | None:
 def kinds_of_suffix(suffix: str) -> Sequence[Kind]:
     """The kinds of output that files with that suffix can hold."""
     return [kind for kind in FORMS if form_of_suffix(kind, suffix) is not None]
-
-
-Encode = Callable[[int, str], bytes]
-"""Item and form to bytes."""

@@ -35,6 +35,7 @@ from proto.messages import (
     Hello,
     Images,
     LoadFailed,
+    Partial,
     Piece,
     Preview,
     Published,
@@ -330,6 +331,21 @@ def test_a_sender_cannot_describe_other_tensors_than_it_sends() -> None:
         ),
         Submit(
             request=REQUEST, epoch=EPOCH, inputs={"image": Images(tensor=1)}, params=DiffusionParams(), tensors=(U8,)
+        ),
+        Submit(
+            request=REQUEST,
+            epoch=EPOCH,
+            inputs={"image": Images(tensor=0, more=(0, 1))},
+            params=DiffusionParams(),
+            tensors=(U8,),
+        ),
+        Chunk(
+            request=REQUEST,
+            epoch=EPOCH,
+            seq=0,
+            output="image",
+            part=Partial(index=0, value=Images(tensor=1)),
+            tensors=(U8,),
         ),
     ],
     ids=lambda message: type(message).__name__,
