@@ -135,10 +135,9 @@ def _device_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
 
 def _kind_findings(stage: StageSpec, path: str) -> Iterator[Finding]:
     use = stage.engine.use
+    known = "`builtin` nor `vllm`" if isinstance(stage, ArStage) else "`builtin`"
     if use not in ("builtin", VLLM) and not ENGINE.fullmatch(use):
-        yield Finding(
-            f"{path}.engine.use", f"{use!r} is neither `builtin` nor `vllm` nor of the form package.module:Class"
-        )
+        yield Finding(f"{path}.engine.use", f"{use!r} is neither {known} nor of the form package.module:Class")
     if use == "builtin" and stage.engine.options:
         names = ", ".join(stage.engine.options)
         yield Finding(

@@ -100,7 +100,7 @@ def test_ancestors_are_only_what_is_needed() -> None:
         ),
         (
             {"a": ar(), "b": ar(kv="a.kv")},
-            "stages.b.inputs.kv: a stage of kind ar has no input 'kv'; its inputs: prompt, tokens",
+            "stages.b.inputs.kv: a stage of kind ar has no input 'kv'; its inputs: prompt, tokens, prompt_embeds",
         ),
         (
             {"a": ar(), "b": diffusion(prompt="a.kv")},

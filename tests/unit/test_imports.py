@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,9 @@ MAY_IMPORT = {
 }
 HEAVY = {"torch", "transformers", "diffusers", "accelerate", "torchvision"}
 TORCH_ALLOWED = ("stages", "proto/torch_tensors.py")
+
+
+TOP = ("launch", "omni", "proto", "stages")
 
 
 def sources(package: str) -> list[Path]:
@@ -93,3 +97,9 @@ def test_importing_needs_no_model_library(module: str) -> None:
 @pytest.mark.parametrize("package", ["proto", "stages", "launch"])
 def test_folders_whose_names_others_own_have_no_init(package: str) -> None:
     assert not (ROOT / package / "__init__.py").exists()
+
+
+def test_every_folder_with_code_is_in_the_wheel() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    code = {path.parent.relative_to(ROOT).as_posix() for top in TOP for path in (ROOT / top).rglob("*.py")}
+    assert {name.replace("/", ".") for name in code} == set(settings["packages"]) - set(settings["package-dir"])
