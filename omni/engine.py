@@ -42,12 +42,14 @@ from omni.update_planning import Refused, plan_update
 from omni.updates import OVER
 from omni.waits import to_its_end
 from proto.deploy import Deploy
-from proto.errors import ErrorCode, ErrorInfo, QueueFull, ShuttingDown, StartError
+from proto.errors import ErrorCode, ErrorInfo, InvalidRequest, QueueFull, ShuttingDown, StartError
 from proto.ids import CallId, EventId, RequestId, StageName
 from proto.messages import StageInfo, Updated, UpdateState
 from proto.params import Json
 
 log = logging.getLogger("omni.master")
+
+MAX_CALL_S: Final = 86400.0
 
 DEPARTURES: Final = 64
 STOP_REASON: Final = "the master is shutting down"
@@ -212,6 +214,11 @@ class AsyncOmniEngine:
     ) -> Mapping[int, Json]:
         """See `omni.pipeline.Pipeline.call`."""
         self._check_it_runs()
+        if not 0 < timeout_s <= MAX_CALL_S:
+            problem = (
+                f"timeout_s: a call's deadline is more than 0 and at most {MAX_CALL_S:g} seconds, not {timeout_s!r}"
+            )
+            raise InvalidRequest(problem, field="timeout_s")
         call = CallId(next(self._numbers))
         answer: asyncio.Future[CallDone] = asyncio.get_running_loop().create_future()
         self._calls[call] = answer

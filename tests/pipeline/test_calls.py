@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omni import CallFailed
-from proto.errors import ErrorCode, StageFailed, StageUnavailable, UnknownModel
+from proto.errors import ErrorCode, InvalidRequest, StageFailed, StageUnavailable, UnknownModel
 from tests.pipeline.harness import Running, deploy, fake_ar
 
 
@@ -37,6 +37,12 @@ def test_a_call_to_some_replicas_reaches_those_alone(pipeline: Running) -> None:
 def test_an_unknown_method_is_an_error_that_names_stage_replica_and_method(pipeline: Running) -> None:
     with pytest.raises(StageFailed, match="call 'sing' to stage thinker: replica 1: no method 'sing'"):
         pipeline.call("thinker", "sing", replicas=[1])
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_that_is_none_is_refused(pipeline: Running, timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        pipeline.call("thinker", "echo", timeout_s=timeout_s)
 
 
 def test_a_replica_that_is_not_there_is_named(pipeline: Running) -> None:
