@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -79,6 +80,43 @@ def test_several_answers_are_as_many_choices_streamed_and_not(real: Served) -> N
                 ends[choice.index] += choice.finish_reason == "stop"
         assert texts == [one.choices[0].message.content] * 3
         assert ends == [1, 1, 1]
+
+
+def test_a_resumable_chat_goes_on_after_its_answer_and_ends_when_it_is_closed(real: Served) -> None:
+    with client(real.url) as ai:
+        hello = {"model": "test/thinker", "messages": [{"role": "user", "content": "hello"}]}
+        said = ai.chat.completions.create(**hello).choices[0].message.content
+        texts, told, more = [""], [], iter([{"prompt": "again"}, {"close": True}])
+        for chunk in ai.chat.completions.create(**hello, stream=True, extra_body={"resumable": True}):
+            if not chunk.choices:
+                told.append(chunk.update["state"])  # type: ignore[attr-defined]
+                continue
+            texts[-1] += chunk.choices[0].delta.content or ""
+            if chunk.choices[0].finish_reason and (body := next(more, None)) is not None:
+                texts.append("")
+                answer = httpx.post(f"{real.url}/v1/requests/{chunk.id}/updates", json={**body, "wait": "accepted"})
+                assert answer.status_code == 200, answer.text
+        assert texts == [said, said, ""]
+        assert told == ["started", "completed", "completed"]
+
+
+def test_a_picture_under_way_takes_another_prompt(real: Served) -> None:
+    body = {"model": "test/painter", "prompt": "a red star", "size": "64x64", "seed": 3, "steps": 200}
+    with ThreadPoolExecutor() as pool, httpx.Client(base_url=real.url, timeout=60) as http:
+        drawing = pool.submit(httpx.post, real.url + IMAGES, json=body, headers={"x-request-id": "star"}, timeout=60)
+
+        def updated() -> httpx.Response | None:
+            answer = http.post("/v1/requests/star/updates", json={"prompt": "a blue sea", "wait": "completed"})
+            return None if answer.status_code == 404 else answer
+
+        answer = until(updated, "the request is there")
+        done = drawing.result()
+    assert (answer.status_code, answer.json()["state"]) == (200, "completed"), answer.text
+    assert done.json()["id"] == "star"
+    changed = picture(done.json()["data"][0]["b64_json"]).tobytes()
+    unchanged = draw(real.url, size="64x64", seed=3, steps=200)
+    assert len(changed) == len(unchanged)
+    assert changed != unchanged
 
 
 def test_metrics_tell_what_the_engines_count_and_time(real: Served) -> None:
