@@ -1,4 +1,4 @@
-"""What diffusers' step caches bring in our engine: `python -m tests.bench.bench_step_caches [--quick] [--threads N]`.
+"""What diffusers' step caches bring in our engine: `python -m tests.bench.bench_step_caches [--quick] [--threads N] [--rounds N]`.
 
 For each cache, beside the same engine without one:
 - how much sooner one request of 28 steps ends, and the share of the denoiser's attention layers that were still computed
@@ -66,7 +66,9 @@ class Painting:
 
     def __init__(self, folder: Path, cache: StepCacheSpec | None) -> None:
         self.engine = DiffusionEngine()
-        stage = DiffusionStage(model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(step_cache=cache))
+        stage = DiffusionStage(
+            model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(step_cache=cache, memory_profile=False)
+        )
         self.engine.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
         self.computed = 0
         for part in self.engine._loaded().pipe.transformer.modules():
@@ -135,10 +137,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--quick", action="store_true", help="a small model and few steps: does it run?")
     options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--rounds", type=int, default=3)
     args = options.parse_args()
     torch.set_num_threads(args.threads)
     print(machine("diffusers", "torch"))
-    heads, layers, rounds, steps = (2, 2, 1, 8) if args.quick else (4, 3, 3, 28)
+    heads, layers, rounds, steps = (2, 2, 1, 8) if args.quick else (4, 2, args.rounds, 28)
     with tempfile.TemporaryDirectory() as root:
         folder = build(heads, layers, torch.float32)(Path(root) / "flux")
         print(

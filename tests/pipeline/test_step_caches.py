@@ -23,10 +23,13 @@ from stages.diffusion import library
 from stages.diffusion.engine import DiffusionEngine
 from stages.diffusion.step_caches import library_config
 from stages.engine import Failed, Finished, Job
-from tests.pipeline.batching_cases import CASES, Stock, drive, ends, latents_of, load, request
+from tests.pipeline import batching_cases
+from tests.pipeline.batching_cases import CASES, Stock, drive, ends, latents_of, request
 from tests.pipeline.switch_cases import DEEP
 
 Folder = Callable[[str], Path]
+
+load = functools.partial(batching_cases.load, memory_profile=False)
 
 FIRST_BLOCK = FirstBlockCache(threshold=0.8)
 MAG = MagCache(ratios=(1.0,) * 10, threshold=0.5, max_skip_steps=2)
@@ -52,6 +55,16 @@ ALIKE = (  # families of which diffusers alone keeps one request's two halves of
     ("qwen_image", "mag"),
     ("wan", "first_block"),
     ("wan", "taylorseer_lite"),
+    ("cogvideox", "pab"),
+    ("cogvideox", "faster"),
+)
+
+METHODS = ("first_block", "pab", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mag", "taylorseer")))
+QUICK = (
+    ("flux", "first_block"),
+    ("flux", "taylorseer"),
+    ("qwen_image", "mag"),
+    ("wan", "first_block"),
     ("cogvideox", "pab"),
     ("cogvideox", "faster"),
 )
@@ -89,7 +102,9 @@ def three(name: str, steps: tuple[int, ...] = (6, 7, 8)) -> dict[int, Job]:
     return {0: jobs[0], 6: jobs[1], 10: jobs[2]}
 
 
-@pytest.mark.parametrize(("name", "method"), ALIKE)
+@pytest.mark.parametrize(
+    ("name", "method"), [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in ALIKE]
+)
 def test_staggered_requests_each_get_what_diffusers_gives_them_alone_with_the_cache_on(
     name: str, method: str, folder: Folder, stock: Callable[[str], Stock]
 ) -> None:
@@ -104,7 +119,14 @@ def test_staggered_requests_each_get_what_diffusers_gives_them_alone_with_the_ca
     engine.close()
 
 
-@pytest.mark.parametrize(("name", "method"), [("wan", "pab"), ("qwen_image", "pab"), ("wan", "faster_distilled")])
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("wan", "pab"),
+        pytest.param("qwen_image", "pab", marks=pytest.mark.slow),
+        pytest.param("wan", "faster_distilled", marks=pytest.mark.slow),
+    ],
+)
 def test_the_halves_of_guidance_never_share_a_memory_and_company_changes_nothing(
     name: str, method: str, folder: Folder
 ) -> None:
@@ -124,7 +146,7 @@ def test_the_halves_of_guidance_never_share_a_memory_and_company_changes_nothing
     plain.close()
 
 
-@pytest.mark.parametrize("method", ["first_block", "mag", "taylorseer", "pab"])
+@pytest.mark.parametrize("method", METHODS)
 def test_an_abort_in_the_middle_disturbs_nobody(method: str, folder: Folder) -> None:
     engine = load(folder("flux"), step_cache=SPECS[method])
     jobs = list(three("flux").values())
@@ -140,7 +162,7 @@ def test_an_abort_in_the_middle_disturbs_nobody(method: str, folder: Folder) -> 
     engine.close()
 
 
-@pytest.mark.parametrize("method", ["first_block", "mag", "taylorseer", "pab"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("how", ["ends", "aborts"])
 def test_what_a_request_remembered_is_freed_when_it(how: str, method: str, folder: Folder) -> None:
     engine = load(folder("flux"), step_cache=SPECS[method])

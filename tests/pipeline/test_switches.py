@@ -9,6 +9,7 @@ from unittest import mock
 import gguf
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from accelerate import cpu_offload
 from diffusers import DiffusionPipeline
 from diffusers.hooks import HookRegistry
@@ -38,6 +39,13 @@ Folder = Callable[[str], Path]
 NAMES = ("flux", "qwen_image", "wan")
 
 
+def more(*values: Json) -> list[ParameterSet]:
+    """Parameters that the default run leaves to the slow one: of the same kind as those that it has."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
+    ]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     """The folder of a tiny pipeline, built once."""
@@ -49,7 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 def load(folder: Path, quantization: Mapping[str, QuantizationSpec] | None = None, **spec: Json) -> DiffusionEngine:
     engine = DiffusionEngine()
     stage = DiffusionStage(
-        model=ModelSpec(path=str(folder), quantization=dict(quantization or {})), engine=DiffusionEngineSpec(**spec)
+        model=ModelSpec(path=str(folder), quantization=dict(quantization or {})),
+        engine=DiffusionEngineSpec(memory_profile=False, **spec),
     )
     engine.load(LoadContext(StageName("painter"), stage, LimitsSpec(), "cpu", (), lambda note, done: None))
     return engine
@@ -101,7 +110,7 @@ def refused(folder: Path, **spec: Json) -> StartError:
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["native", "_native_math", "_native_flash"])
+@pytest.mark.parametrize("backend", ["_native_math", *(more("native", "_native_flash"))])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_attention_backend_draws_the_same_within_1e_5(
     name: str, backend: str, folder: Folder, plain: Callable[[str], list[torch.Tensor]]
@@ -123,7 +132,7 @@ def test_the_backend_is_the_denoisers_and_not_the_whole_processs(folder: Folder)
     assert _AttentionBackendRegistry.get_active_backend()[0] is before
 
 
-@pytest.mark.parametrize("backend", ["flsh", "sage", "_native_cudnn", "flash_hub"])
+@pytest.mark.parametrize("backend", ["flsh", "sage", *more("_native_cudnn", "flash_hub")])
 def test_a_backend_that_does_not_work_here_is_refused_with_those_that_do(backend: str, folder: Folder) -> None:
     error = refused(folder("flux"), attention=backend)
     assert error.info.field == "engine.attention"
@@ -149,12 +158,12 @@ def traced_only() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-COMPILED = [(name, how) for name in NAMES for how in (Compile.REGIONAL, Compile.FULL)]
-QUICK = [("qwen_image", Compile.REGIONAL), ("qwen_image", Compile.FULL)]
-
-
 @pytest.mark.parametrize(
-    ("name", "how"), [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in COMPILED]
+    ("name", "how"),
+    [
+        ("qwen_image", Compile.REGIONAL),
+        *more(*((name, how) for name in NAMES for how in (Compile.FULL, Compile.REGIONAL))),
+    ],
 )
 @pytest.mark.usefixtures("traced_only")
 def test_a_compiled_denoiser_draws_the_same_within_1e_5(
@@ -165,7 +174,7 @@ def test_a_compiled_denoiser_draws_the_same_within_1e_5(
     assert counters["stats"]["unique_graphs"] > 1  # the one of the trial, and the denoiser's
 
 
-@pytest.mark.parametrize("how", [Compile.REGIONAL, pytest.param(Compile.FULL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", more(Compile.REGIONAL, Compile.FULL))
 @pytest.mark.usefixtures("traced_only")
 def test_other_numbers_of_rows_compile_nothing_more(how: Compile, folder: Folder) -> None:
     engine = load(folder("qwen_image"), compile=how, max_num_seqs=8)
@@ -235,9 +244,12 @@ def cpu_as_accelerator() -> Iterator[None]:
 
 
 OFFLOADED = [
-    *((name, Offload.MODEL) for name in (*NAMES, "sd")),
-    *((name, Offload.SEQUENTIAL) for name in ("flux", "wan", "sd")),
-    *((name, Offload.GROUP) for name in NAMES),
+    *((name, Offload.MODEL) for name in ("flux", "wan", "sd")),
+    ("sd", Offload.SEQUENTIAL),
+    ("flux", Offload.GROUP),
+    *more(
+        *((name, how) for name in NAMES for how in (Offload.SEQUENTIAL, Offload.GROUP)), ("qwen_image", Offload.MODEL)
+    ),
 ]
 
 
@@ -332,7 +344,7 @@ def _kinds(module: torch.nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("spec", "kind"), [(TORCHAO, "Int8Tensor"), (QUANTO, "WeightQBytesTensor")])
+@pytest.mark.parametrize(("spec", "kind"), [(TORCHAO, "Int8Tensor"), *more((QUANTO, "WeightQBytesTensor"))])
 def test_eight_bit_weights_draw_nearly_the_same(
     name: str, spec: QuantizationSpec, kind: str, folder: Folder, plain: Callable[[str], list[torch.Tensor]]
 ) -> None:
