@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -251,6 +252,30 @@ def prefix(path: Path, dtype: str, rounds: int) -> str:
     return table("first token, ms", ["", "cold", "known prefix"], rows)
 
 
+START: Final = """
+import os, sys, time
+began = time.time()
+from pathlib import Path
+from tests.bench.bench_ar import Ours
+ours = Ours(Path(sys.argv[1]), sys.argv[2])
+resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+print(time.time() - began, resident)
+"""
+"""What a stage does until it is ready: imports, weights, a first try. Its pages take memory as they are first used."""
+
+
+def start(path: Path, dtypes: Sequence[str], rounds: int) -> str:
+    rows = []
+    for dtype in dtypes:
+        runs = [
+            subprocess.run([sys.executable, "-c", START, str(path), dtype], capture_output=True, text=True, check=True)
+            for _ in range(rounds + 1)
+        ]
+        told = [[float(one) for one in run.stdout.split()[-2:]] for run in runs[1:]]
+        rows.append([dtype, median([one[0] for one in told]), median([one[1] for one in told]) / 2**30])
+    return table("a stage's engine, from its first import to ready", ["", "s", "resident, GiB"], rows)
+
+
 def chunk_delay(path: Path, dtype: str, budget: int) -> str:
     """A long prompt comes while eight answers are under way."""
     ours = Ours(path, dtype, max_num_batched_tokens=budget)
@@ -333,11 +358,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few tokens and rounds: shows that it runs, not how fast")
     parser.add_argument("--model", default="demo://smollm2-135m-instruct", help="a checkpoint folder, or demo://NAME")
     parser.add_argument("--dtype", choices=[*DTYPES, "both"], default="both")
-    parser.add_argument("--only", choices=["throughput", "prefix", "chunks", "overhead"], help="one table only")
+    parser.add_argument(
+        "--only", choices=["overhead", "throughput", "prefix", "chunks", "start"], help="one table only"
+    )
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=2, help="rounds that count; one more comes before them")
     parser.add_argument("--pack", action="store_true", help="ours with engine.pack_weights")
     parser.add_argument("--compile", action="store_true", help="ours with engine.compile")
+    parser.add_argument("--overlap", action="store_true", help="ours with engine.overlap")
+    parser.add_argument("--no-native", action="store_true", help="ours with engine.native: false")
     parser.add_argument("--vllm", metavar="PYTHON", help="interpreter of a venv that has vLLM")
     parser.add_argument(
         "--vllm-preload", metavar="FILES", help="LD_PRELOAD of vLLM: tcmalloc and its OpenMP, for its best"
@@ -345,6 +374,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="vLLM without its compiler: starts sooner, runs slower")
     given = parser.parse_args()
     path = resolve_model(given.model, lambda note, done: None)
+    settings: dict[str, object] = {"compile": given.compile, "pack_weights": given.pack}
+    settings |= {"overlap": True} if given.overlap else {}
+    settings |= {"native": False} if given.no_native else {}
     dtypes = list(DTYPES) if given.dtype == "both" else [given.dtype]
     new, rounds = (8, 1) if given.quick else (given.new, given.rounds)
     counts = (1, 2) if given.quick else (1, 8, 16)
@@ -354,7 +386,7 @@ def main() -> None:
         "throughput": [
             partial(
                 throughput,
-                partial(Ours, path, one, compile=given.compile, pack_weights=given.pack),
+                partial(Ours, path, one, **settings),
                 path,
                 one,
                 new,
@@ -367,6 +399,7 @@ def main() -> None:
             for one in dtypes
         ],
         "prefix": [partial(prefix, path, dtypes[0], 1 if given.quick else 5)],
+        "start": [partial(start, path, dtypes, 1 if given.quick else 3)],
         "chunks": [partial(chunk_delay, path, dtypes[0], 64 if given.quick else 512)],
     }
     for name, makers in tables.items():

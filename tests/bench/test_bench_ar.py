@@ -19,5 +19,12 @@ def test_the_ar_bench_prints_its_tables(tmp_path: Path) -> None:
         timeout=200,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    for promised in ("transformers 5", "x continuous", "16 ragged arrivals", "known prefix", "the prompt in one piece"):
+    for promised in (
+        "transformers 5",
+        "x continuous",
+        "16 ragged arrivals",
+        "known prefix",
+        "the prompt in one piece",
+        "resident, GiB",
+    ):
         assert promised in run.stdout

@@ -7,16 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from proto.deploy import ArEngineSpec, ArStage, LimitsSpec, ModelSpec
 from proto.errors import StartError
 from proto.ids import RequestId, StageName
+from proto.messages import Tokens
+from proto.params import SamplingParams
 from stages.ar.engine import ArEngine
 from stages.ar.native import library
 from stages.ar.native.runner import NativeRunner
 from stages.ar.runner import Output
 from stages.ar.scheduler import Chunk, Track
-from stages.engine import LoadContext
+from stages.demo.models import resolve_model
+from stages.engine import Finished, Job, LoadContext
 from tests.models.tiny_families import build_family
 
 needs_compiler = pytest.mark.skipif(
@@ -110,3 +114,23 @@ def test_without_a_compiler_pytorch_answers_and_insisting_is_refused(no_compiler
 
 def test_native_false_leaves_it_to_pytorch(tmp_path: Path) -> None:
     assert not isinstance(engine_of(build_family(tmp_path / "m", "llama"), native=False)._loaded.runner, NativeRunner)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_sixteen_answers_of_smollm2_in_company_are_those_of_generate_alone() -> None:
+    path = resolve_model("demo://smollm2-135m-instruct", lambda note, done: None)
+    prompts = [tuple((17 * i + 13 * j + 5 * i * j) % 40000 + 10 for j in range(24 + 3 * i)) for i in range(16)]
+    engine = engine_of(path, native=True, max_model_len=256)
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        engine.submit(Job(RequestId(str(number)), {"tokens": Tokens(ids=prompt)}, params, emit=("tokens",)))
+    found = {}
+    while engine.has_work:
+        found |= {one.request: one.outputs["tokens"].ids for one in engine.step() if isinstance(one, Finished)}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt])
+        alone = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        assert found[RequestId(str(number))] == tuple(alone[0, len(prompt) :].tolist())

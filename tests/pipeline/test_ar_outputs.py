@@ -100,7 +100,7 @@ def test_several_answers_can_be_aborted_and_fail_together(tiny: Path, monkeypatc
     for _ in range(8):
         engine.step()
     broken = engine._sequences["r#1"]
-    monkeypatch.setattr(type(broken), "accept", _raises_for(broken))
+    monkeypatch.setattr(type(broken), "take", _raises_for(broken))
     events = [event for _ in range(3) for event in engine.step()]
     assert [type(event) for event in events if isinstance(event, Failed)] == [Failed]
     assert not engine.has_work
@@ -108,14 +108,14 @@ def test_several_answers_can_be_aborted_and_fail_together(tiny: Path, monkeypatc
 
 
 def _raises_for(broken: object):
-    real = type(broken).accept
+    real = type(broken).take
 
-    def accept(self, token):
+    def take(self, token):
         if self is broken:
             raise RuntimeError("no more")
         return real(self, token)
 
-    return accept
+    return take
 
 
 @pytest.mark.parametrize("more", [{"emit": ("text", "tokens")}, {"emit": ("text",), "publish": ("text",)}])
