@@ -22,6 +22,7 @@ from stages.ar.native.library import Unavailable, library
 from stages.ar.native.runner import NativeRunner
 from stages.ar.runner import PagedRunner, Runner, StockRunner
 from stages.ar.scheduler import Limits, Scheduler, Track
+from stages.ar.zeros import zeros
 from stages.parallel.distributed import least
 
 TOLERANCE: Final = {torch.float32: 2e-3}
@@ -111,8 +112,8 @@ def allocate(
     """Pages of zeros: what is masked must be a number all the same. On a CPU memory is taken as pages are first used."""
     return [
         Layer(
-            torch.zeros(pages, size, shape.kv_heads, shape.key_size, dtype=dtype, device=device),
-            torch.zeros(pages, size, shape.kv_heads, shape.value_size, dtype=dtype, device=device),
+            zeros(pages, size, shape.kv_heads, shape.key_size, dtype=dtype, device=device),
+            zeros(pages, size, shape.kv_heads, shape.value_size, dtype=dtype, device=device),
         )
         for shape in shapes
     ]

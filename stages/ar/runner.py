@@ -31,6 +31,7 @@ from stages import sleeping
 from stages.ar.attention import BATCH, NAME, Backend, Batch, Layer, Piece, Traits
 from stages.ar.loras import adapters_of
 from stages.ar.scheduler import Chunk, Track
+from stages.ar.zeros import clear
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ class PagedRunner:
         tensors = [one for layer in self._layers for one in (layer.keys, layer.values)]
         for one, size in zip(tensors, self._sizes, strict=True):
             one.untyped_storage().resize_(size)
-            one.zero_()
+            clear(one)
 
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Ids and positions, (1, T) each, and where everything goes."""

@@ -259,7 +259,7 @@ from pathlib import Path
 from tests.bench.bench_ar import Ours
 ours = Ours(Path(sys.argv[1]), sys.argv[2])
 resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-print(time.time() - began, resident)
+print(time.time() - began, time.process_time(), resident)
 """
 """What a stage does until it is ready: imports, weights, a first try. Its pages take memory as they are first used."""
 
@@ -271,9 +271,10 @@ def start(path: Path, dtypes: Sequence[str], rounds: int) -> str:
             subprocess.run([sys.executable, "-c", START, str(path), dtype], capture_output=True, text=True, check=True)
             for _ in range(rounds + 1)
         ]
-        told = [[float(one) for one in run.stdout.split()[-2:]] for run in runs[1:]]
-        rows.append([dtype, median([one[0] for one in told]), median([one[1] for one in told]) / 2**30])
-    return table("a stage's engine, from its first import to ready", ["", "s", "resident, GiB"], rows)
+        told = [[float(one) for one in run.stdout.split()[-3:]] for run in runs[1:]]
+        wall, processor, resident = (median(one) for one in zip(*told, strict=True))
+        rows.append([dtype, wall, processor, resident / 2**30])
+    return table("a stage's engine, from its first import to ready", ["", "s", "s of CPU", "resident, GiB"], rows)
 
 
 def chunk_delay(path: Path, dtype: str, budget: int) -> str:
