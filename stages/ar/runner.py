@@ -157,6 +157,9 @@ class PagedRunner:
         self._device = layers[0].keys.device
         self._tables = _Tables(seats, -(-context // self._page))
         self._given = _Given()
+        self.sizes: Sequence[
+            int
+        ] = ()  # forwards of answers only get rows of nobody's until they have one of these sizes
 
     def run(self, chunks: Sequence[Chunk], wish: Wish = LOGITS_ONLY) -> Output:
         batch, ids, positions = self._pack(chunks)
@@ -178,7 +181,7 @@ class PagedRunner:
         finally:
             BATCH.reset(token)
         counts = [chunk.count for chunk in chunks]
-        states = _states(out, wish).split(counts, dim=1) if wish.hidden else ()
+        states = _states(out, wish)[:, : firsts[-1]].split(counts, dim=1) if wish.hidden else ()
         numbers = sorted(wish.scored)
         parts = out.logits[0, len(lasts) : len(rows)].split([counts[number] for number in numbers]) if numbers else ()
         return Output(out.logits[0, : len(lasts)], tuple(states), dict(zip(numbers, parts, strict=True)))
@@ -225,6 +228,12 @@ class PagedRunner:
             one.untyped_storage().resize_(size)
             clear(one)
 
+    def _spare(self, answers: int, chunks: int) -> int:
+        """Rows to add to a forward of so many chunks."""
+        if answers < chunks:
+            return 0
+        return next((size - answers for size in self.sizes if size >= answers), 0)
+
     def _pack(self, chunks: Sequence[Chunk]) -> tuple[Batch, torch.Tensor, torch.Tensor]:
         """Ids and positions, (1, T) each, and where everything goes."""
         size, device = self._page, self._device
@@ -239,6 +248,7 @@ class PagedRunner:
         positions = np.arange(len(ids)) + np.repeat(starts - firsts, counts)
         table = self._tables.array
         slots = table[np.repeat(seats, counts), positions // size] * size + positions % size
+        spare = self._spare(answers, len(chunks))
         longest = int(starts[:answers].max()) + 1 if answers else 0
         pieces = tuple(
             Piece(
@@ -246,10 +256,15 @@ class PagedRunner:
             )
             for first, chunk, seat in list(zip(firsts, chunks, seats, strict=True))[answers:]
         )
+        tables, lengths = table[seats[:answers], : -(-longest // size)], starts[:answers] + 1
+        if spare:  # rows of page 0, which is nobody's
+            ids += [0] * spare
+            slots, positions = np.pad(slots, (0, spare)), np.pad(positions, (0, spare))
+            tables, lengths = np.pad(tables, ((0, spare), (0, 0))), np.pad(lengths, (0, spare), constant_values=1)
         batch = Batch(
             slots=torch.from_numpy(slots).to(device),
-            tables=torch.from_numpy(table[seats[:answers], : -(-longest // size)]).to(device),
-            lengths=torch.from_numpy(starts[:answers] + 1).to(device),
+            tables=torch.from_numpy(tables).to(device),
+            lengths=torch.from_numpy(lengths).to(device),
             pieces=pieces,
         )
         return (

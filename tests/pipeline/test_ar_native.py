@@ -17,7 +17,7 @@ from proto.params import SamplingParams
 from stages.ar.engine import ArEngine
 from stages.ar.native import library
 from stages.ar.native.runner import NativeRunner
-from stages.ar.runner import Output
+from stages.ar.runner import Output, PagedRunner
 from stages.ar.scheduler import Chunk, Track
 from stages.demo.models import resolve_model
 from stages.engine import Finished, Job, LoadContext
@@ -93,6 +93,19 @@ def test_a_model_of_another_make_is_left_to_pytorch(family: str, tmp_path: Path)
     with pytest.raises(StartError, match=r"cannot be computed in C.*leave engine\.native out") as refusal:
         engine_of(path, native=True)
     assert refusal.value.info.field == "engine.native"
+
+
+def test_rows_of_nobodys_change_no_logits(tmp_path: Path) -> None:
+    engine = engine_of(build_family(tmp_path / "m", "llama"), native=False, max_num_seqs=12)
+    runner = engine._loaded.runner
+    assert isinstance(runner, PagedRunner)
+    chunks = read(engine, PROMPTS)
+    plain = runner.run(chunks).logits
+    runner.sizes = (4, 16)
+    assert runner._pack(chunks)[1].shape == (1, 16)
+    padded = runner.run(chunks).logits
+    assert padded.shape == plain.shape
+    assert torch.allclose(padded, plain, atol=1e-5)
 
 
 @pytest.fixture
