@@ -41,7 +41,7 @@ def read_pictures(given: Pictures, field: str = "image") -> "tuple[NDArray[np.ui
 
     if _is_array(given, 4):
         return tuple(cast("NDArray[np.uint8]", given))
-    if not isinstance(given, str | bytes | Path | Image) and not _is_array(given, 3):
+    if not isinstance(given, str | bytes | Path | Image) and not _is_array(given):
         several = list(cast("Sequence[Picture]", given))
         names = [field] if len(several) == 1 else [f"{field}[{at}]" for at in range(len(several))]
         read: list[NDArray[np.uint8]] = []
@@ -55,8 +55,8 @@ def read_picture(given: Picture, field: str = "image", max_pixels: int = MAX_PIX
     """One picture, as in `read_pictures`."""
     import numpy as np
 
-    if _is_array(given, 3):
-        return cast("NDArray[np.uint8]", given)
+    if _is_array(given):
+        return cast("NDArray[np.uint8]", given)  # the planner says what is wrong with its shape
     image = _opened(given, field, max_pixels)
     form = "RGBA" if _is_transparent(image) else "RGB"
     return np.asarray(image if image.mode == form else image.convert(form), dtype=np.uint8)
@@ -68,9 +68,9 @@ def read_mask(given: Picture, field: str = "mask") -> "NDArray[np.uint8]":
     As in OpenAI's API a picture with an alpha channel says it by transparency; any other by its white."""
     import numpy as np
 
-    if _is_array(given, 2):
-        return cast("NDArray[np.uint8]", given)
-    if _is_array(given, 3):
+    if isinstance(given, np.ndarray):
+        if given.dtype != np.uint8 or given.ndim != 3 or given.shape[2] not in (3, 4):
+            return given  # a mask already, or the planner says what is wrong with its shape
         from PIL.Image import fromarray
 
         given = fromarray(given)
@@ -85,10 +85,10 @@ def mask_of(picture: "NDArray[np.uint8]") -> "NDArray[np.uint8]":
     return 255 - picture[:, :, 3]
 
 
-def _is_array(given: object, ndim: int) -> bool:
+def _is_array(given: object, ndim: int | None = None) -> bool:
     import numpy as np
 
-    return isinstance(given, np.ndarray) and given.ndim == ndim
+    return isinstance(given, np.ndarray) and ndim in (None, given.ndim)
 
 
 def _has_alpha(image: "Image") -> bool:

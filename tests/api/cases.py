@@ -101,7 +101,6 @@ BAD_IMAGE_BODIES: dict[str, BadBody] = {
         {"prompt": "x", "stream": True, "partial_images": 4}, "partial_images"
     ),
     "mask without an image": BadBody({"prompt": "x", "mask": PNG}, "image"),
-    "mask that no stage takes": BadBody({"prompt": "x", "image": PNG, "mask": PNG}, "mask"),
     "mask that is no picture": BadBody({"prompt": "x", "image": PNG, "mask": "####"}, "mask"),
     "image as a number": BadBody({"prompt": "x", "image": 3}, "image"),
     "image as a file id": BadBody({"prompt": "x", "image": {"file_id": "file-1"}}, "image"),

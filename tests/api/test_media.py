@@ -333,3 +333,8 @@ def test_a_stage_that_gives_another_kind_than_it_said_fails_the_request() -> Non
         answer = httpx.post(server.url + VIDEOS, json={"prompt": "x"})
         assert answer.status_code == 500
         assert "gave no video" in answer.json()["error"]["message"]
+
+
+def test_a_mask_that_no_stage_takes_is_refused(server: Server) -> None:
+    body: dict[str, object] = {"prompt": "x", "image": cases.PNG, "mask": cases.PNG}
+    assert "no stage of this request takes a mask" in check_refused(server.url, EDITS, BadBody(body, "mask"))
