@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from transformers import Cache
 
 from proto.params import Json
 from stages.diffusion import collate
@@ -126,7 +127,8 @@ def lacks_memory(error: BaseException) -> bool:
 
 def _without_kv(call: Call, value: Json) -> Json:
     """Language models that encode prompts also give their KV cache, which nobody reads who did not ask for it."""
-    asked = {"past_key_values", "use_cache"} & set(call.arguments)
-    if call.site.phase is Phase.ENCODE and not asked and isinstance(value, Mapping) and "past_key_values" in value:
-        return type(value)(**{name: entry for name, entry in value.items() if name != "past_key_values"})
-    return value
+    asked = {"past_key_values", "cache", "use_cache"} & set(call.arguments)
+    if call.site.phase is not Phase.ENCODE or asked or not isinstance(value, Mapping):
+        return value
+    kept = {name: entry for name, entry in value.items() if not isinstance(entry, Cache)}
+    return value if len(kept) == len(value) else type(value)(**kept)

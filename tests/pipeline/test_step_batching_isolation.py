@@ -453,3 +453,12 @@ def test_a_request_says_how_many_previews_it_wants(count: int, steps: list[int],
     events = drive(engines("sd", preview_every=3), {0: job("a", steps=8, previews=count)})
     previews = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
     assert [event.part.step for event in previews] == steps  # type: ignore[union-attr]
+
+
+def test_different_prompts_share_a_language_models_call(engines: Load) -> None:
+    """It would give its KV cache too, which cannot be split, and which no pipeline reads."""
+    engine = engines("qwen_image", prompt_cache=0)
+    before = stats(engine)["encode_calls"]
+    drive(engine, {0: job("a", prompt="a red fox"), 0.1: job("b", prompt="a raw fax")})
+    assert stats(engine)["encode_calls"] - before == 1
+    assert not engine._runner.alone
