@@ -123,17 +123,17 @@ class TextReader(nn.Module):  # type: ignore[misc]
         self.norm_k = nn.LayerNorm(size)
         self.norm_v = nn.LayerNorm(size)
         self.project = nn.Linear(2 * size, 2 * heads * head_dim)
-        self.norm_key = nn.RMSNorm(head_dim, eps=1e-6)
+        self.head_dim = head_dim
 
     def forward(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """(B, T, size) twice to (B, T, 2, heads, head_dim)."""
         both = self.project(torch.cat([self.norm_k(keys), self.norm_v(values)], dim=-1))
         key, value = both.unflatten(-1, self.shape).unbind(2)
-        return torch.stack([self.norm_key(key).to(value.dtype), value], dim=2)
+        return torch.stack([F.layer_norm(key, (self.head_dim,)).to(value.dtype), value], dim=2)
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Attention of image tokens over text and image, then an MLP; scales, shifts and gates of the time, shared by all
+    """Attention of image tokens over text and image, then an MLP (squared ReLU, arXiv 2109.08668); scales, shifts and gates of the time, shared by all
     blocks, plus a table of the block's own (PixArt-alpha, arXiv 2310.00426)."""
 
     def __init__(self, heads: int, head_dim: int, inner: int) -> None:
@@ -142,12 +142,8 @@ class Block(nn.Module):  # type: ignore[misc]
         self.heads = heads
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.table = nn.Parameter(torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0, 0.5])[:, None].repeat(1, width))
-        self.to_q = nn.Linear(width, width)
-        self.to_k = nn.Linear(width, width)
-        self.to_v = nn.Linear(width, width)
+        self.to_qkv = nn.Linear(width, 3 * width)
         self.to_out = nn.Linear(width, width)
-        self.norm_q = nn.RMSNorm(head_dim, eps=1e-6)
-        self.norm_k = nn.RMSNorm(head_dim, eps=1e-6)
         self.up = nn.Linear(width, inner)
         self.down = nn.Linear(inner, width)
 
@@ -163,16 +159,15 @@ class Block(nn.Module):  # type: ignore[misc]
         parts = shared.unflatten(-1, self.table.shape) + self.table
         shift, scale, gate, shift_up, scale_up, gate_up = parts[:, :, None].unbind(1)
         seen = self.norm(tokens) * (1 + scale) + shift
-        query, key, value = (
-            linear(seen).unflatten(-1, (self.heads, -1)).transpose(1, 2) for linear in (self.to_q, self.to_k, self.to_v)
-        )
-        query, key = rotated(self.norm_q(query), positions), rotated(self.norm_k(key), positions)
-        keys = torch.cat([text[0], key.to(text.dtype)], dim=2)
-        values = torch.cat([text[1], value.to(text.dtype)], dim=2)
-        drawn = F.scaled_dot_product_attention(query.to(keys.dtype), keys, values, attn_mask=mask)
+        query_key, value = self.to_qkv(seen).unflatten(-1, (3, self.heads, -1)).split((2, 1), dim=2)
+        query_key = F.layer_norm(query_key, query_key.shape[-1:]).to(value.dtype)
+        query, key = rotated(query_key.permute(2, 0, 3, 1, 4), positions)
+        keys = torch.cat([text[0], key], dim=2)
+        values = torch.cat([text[1], value[:, :, 0].transpose(1, 2)], dim=2)
+        drawn = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         tokens = tokens + gate * self.to_out(drawn.transpose(1, 2).flatten(2))
         seen = self.norm(tokens) * (1 + scale_up) + shift_up
-        return tokens + gate_up * self.down(F.gelu(self.up(seen), approximate="tanh"))
+        return tokens + gate_up * self.down(F.relu(self.up(seen)).square())
 
 
 class ConvBlock(nn.Module):  # type: ignore[misc]
@@ -206,6 +201,6 @@ def rotary_2d(side: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rotated(states: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """`states` (..., N, head_dim) turned by their positions."""
-    cos, sin = positions
+    cos, sin = (part.to(states.dtype) for part in positions)
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

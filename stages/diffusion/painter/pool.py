@@ -69,4 +69,5 @@ class Pool:
         for n in range(rows):
             if self._rng.random() < unconditional:
                 keys[n], values[n], mask[n] = self._empty.keys[0], self._empty.values[0], self._empty.mask[0]
-        return Batch(pictures, TextKV(keys, values, mask))
+        longest = int(mask.sum(dim=1).max())
+        return Batch(pictures, TextKV(keys[:, :, :, :longest], values[:, :, :, :longest], mask[:, :longest]))
