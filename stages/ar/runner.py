@@ -31,7 +31,7 @@ from stages import sleeping
 from stages.ar.attention import BATCH, NAME, Backend, Batch, Layer, Piece, Traits
 from stages.ar.loras import adapters_of
 from stages.ar.scheduler import Chunk, Track
-from stages.ar.zeros import clear
+from stages.ar.zeros import zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,17 +216,17 @@ class PagedRunner:
 
     def sleep(self) -> Slept:
         tensors = [one for layer in self._layers for one in (layer.keys, layer.values)]
-        self._sizes = [one.untyped_storage().nbytes() for one in tensors]
+        self._shapes = [one.shape for one in tensors]
+        freed = sum(int(one.nbytes) for one in tensors)
         for one in tensors:
-            one.untyped_storage().resize_(0)
-        return Slept(sum(self._sizes), self._call.to_host(self._device))
+            one.set_()  # the same tensor, for those who have it, without memory
+        return Slept(freed, self._call.to_host(self._device))
 
     def wake(self) -> None:
         self._call.to_device(self._device)
         tensors = [one for layer in self._layers for one in (layer.keys, layer.values)]
-        for one, size in zip(tensors, self._sizes, strict=True):
-            one.untyped_storage().resize_(size)
-            clear(one)
+        for one, shape in zip(tensors, self._shapes, strict=True):
+            one.set_(zeros(*shape, dtype=one.dtype, device=self._device))
 
     def _spare(self, answers: int, chunks: int) -> int:
         """Rows to add to a forward of so many chunks."""
