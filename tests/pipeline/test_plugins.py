@@ -1,6 +1,6 @@
 """What is not ours runs behind our contracts: engines, recipes, and pipelines that come with their model.
 
-The plug-in is `examples/plugin`, as the README tells of it.
+The plug-in is `tests/plugin`, as the README tells of it.
 """
 
 import sys
@@ -28,7 +28,7 @@ from tests.models.sketch import build_sketch, stock_sketch
 from tests.pipeline.batching_cases import drive
 from tests.pipeline.harness import ENV, ROOT, Running, deploy, fake_ar, fake_painter
 
-PLUGIN = ROOT / "examples" / "plugin"
+PLUGIN = ROOT / "tests" / "plugin"
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def sketch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As `pip install ./examples/plugin` leaves it: the package, and the metadata with its entry point."""
+    """As `pip install ./tests/plugin` leaves it: the package, and the metadata with its entry point."""
     metadata = tmp_path / "omni_example_plugin-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: omni-example-plugin\nVersion: 0.1.0\n")
