@@ -1,7 +1,8 @@
 """One forward under way in a thread of its own, while the engine's thread does what does not need its result.
 
 PyTorch and the C library let go of Python's lock while they compute, so texts, reports and new requests are dealt with
-meanwhile. At most one forward is under way; whoever changes what it reads (pages, tables, weights) calls `settle` first.
+meanwhile. Where both want the same cores nothing is won: SmolLM2-135M on two cores, 0.98 times the speed with one answer and
+0.93 with 16; so only CUDA does it by default. At most one forward is under way; whoever changes what it reads (pages, tables, weights) calls `settle` first.
 """
 
 from collections.abc import Callable, Sequence
