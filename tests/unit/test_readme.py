@@ -1,11 +1,16 @@
 """The README's reference is the code's: every key of the deploy stands in it with its default, and nothing else does."""
 
+import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from launch.deploy_file import load_deploy
 from launch.flatten import flatten
 from launch.units import parse
 from omni.api.app import create_app
@@ -68,3 +73,38 @@ def test_the_files_that_the_readme_names_exist() -> None:
     named = set(re.findall(r"`((?:omni|stages|proto|launch|configs|tests)/[\w/.]+\.\w+)`", README))
     assert named
     assert not [name for name in named if not (root / name).exists()]
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert found
+    return found
+
+
+def test_every_block_of_code_ends() -> None:
+    fences = re.findall(r"^```(\w*)$", README, re.MULTILINE)
+    assert all(not fence for fence in fences[1::2]), "a block begins inside another one"
+    assert len(fences) % 2 == 0
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_deploy_in_the_readme_loads(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "deploy.yaml"
+    file.write_text(text.replace("vllm/bin/python", sys.executable))
+    assert load_deploy(file, check_paths=False).deploy.stages
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_of_the_readme_is_python(text: str) -> None:
+    compile(text, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_commands_of_the_readme_are_shell() -> None:
+    subprocess.run(["bash", "-n"], input="\n".join(blocks("bash")), text=True, check=True)
+
+
+def test_links_within_the_readme_lead_somewhere() -> None:
+    titles = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+    assert not [link for link in re.findall(r"\]\(#([^)]+)\)", README) if link not in anchors]
