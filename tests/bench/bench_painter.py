@@ -1,4 +1,5 @@
-"""What the painter can do: `python -m tests.bench.bench_painter [--count N] [--seed S] [--folder F] [--sheet FILE] [--quick]`.
+"""What the painter can do: `python -m tests.bench.bench_painter [--count N] [--seed S] [--folder F] [--sheet FILE]
+[--write FILE] [--quick]`.
 
 - of captions with phrasings or colour-shape pairs that it was never trained on: shares of right things, relations and
   backgrounds, judged by `tests.painter.checker`; captions of three things, of places and of characters beside them
@@ -7,7 +8,9 @@
 """
 
 import argparse
+import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=320, help="captions of one thing and of two, half of each")
     parser.add_argument("--seed", type=int, default=0, help="of the captions")
     parser.add_argument("--sheet", type=Path, help="write the README's sheet of sixteen pictures there, and no more")
+    parser.add_argument("--write", type=Path, help="write the shares there too, as measured.json of a card")
     parser.add_argument("--quick", action="store_true", help="a few captions, one round")
     given = parser.parse_args()
     folder = resolve_model(given.folder, lambda note, done: None)
@@ -51,7 +55,10 @@ def main() -> None:
     print(machine("torch", "diffusers", "transformers"))
     captions = held_out_captions(count, given.seed)
     print(f"{count} held-out captions, seed {given.seed}")
-    print(f"own keys and values      {measure(engine, thinker, captions).row()}", flush=True)
+    scores = measure(engine, thinker, captions)
+    print(f"own keys and values      {scores.row()}", flush=True)
+    if given.write is not None:
+        given.write.write_text(json.dumps({**asdict(scores), "seed": given.seed}, indent=2) + "\n")
     few = captions[: max(8, count // 4)]
     for name, control in (("another caption's", of_another_caption), ("zeroed", zeroed)):
         print(f"{name:<24} {measure(engine, thinker, few, control).row()}", flush=True)

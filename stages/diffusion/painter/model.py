@@ -167,7 +167,7 @@ class Block(nn.Module):  # type: ignore[misc]
         drawn = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
         tokens = tokens + gate * self.to_out(drawn.transpose(1, 2).flatten(2))
         seen = self.norm(tokens) * (1 + scale_up) + shift_up
-        return tokens + gate_up * self.down(F.relu(self.up(seen)).square())
+        return tokens + gate_up * self.down(F.relu(self.up(seen), inplace=True).square())
 
 
 class ConvBlock(nn.Module):  # type: ignore[misc]
