@@ -87,14 +87,20 @@ def show_timings(result: RequestOutput, console: Console) -> None:
     rows(console, "where the time went (seconds)", ["stage", "queue", "pull", "run", "sum", "of which"], lines)
 
 
-def _brief(value: float) -> str:
-    """Seconds with three digits, counts as they are: engines report both."""
-    return str(int(value)) if value >= 1 and value == int(value) else f"{value:.3f}"
+_IN_COLUMNS = ("queue", "total")  # an engine's own words for what the table's columns say
+
+
+def _detail(name: str, value: float) -> str:
+    """Seconds with three digits, counts as they are, memory in MiB: engines report all three."""
+    if name.endswith("_bytes"):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {value / 2**20:.0f} MiB"
+    told = str(int(value)) if value >= 1 and value == int(value) else f"{value:.3f}"
+    return f"{name.replace('_', ' ')} {told}"
 
 
 def _timing_line(done: StageDone) -> list[str]:
     times = done.timings
-    parts = [f"{name.replace('_', ' ')} {_brief(value)}" for name, value in times.detail.items() if value]
+    parts = [_detail(name, value) for name, value in times.detail.items() if value and name not in _IN_COLUMNS]
     if done.usage.completion_tokens:
         parts.append(f"{done.usage.prompt_tokens} + {done.usage.completion_tokens} tokens")
     total = times.queue_s + times.pull_s + times.run_s
@@ -122,7 +128,8 @@ def _described(output: Output) -> str:
     if isinstance(output, ImageOutput):
         n, height, width = output.array.shape[:3]
         seeds = ", ".join(map(str, output.seeds))
-        return f"{_count(n, 'image')} of {width}x{height}, {'seeds' if n > 1 else 'seed'} {seeds}"
+        told = f", {'seeds' if n > 1 else 'seed'} {seeds}" if seeds else ""  # engines of others may draw without one
+        return f"{_count(n, 'image')} of {width}x{height}{told}"
     if isinstance(output, VideoOutput):
         n, frames, height, width = output.array.shape[:4]
         return f"{_count(n, 'video')} of {frames} frames, {width}x{height}"

@@ -62,7 +62,9 @@ class Requests:
     def find(self, name: str) -> RunningRequest:
         request = self._running.get(name)
         if request is None:
-            raise HttpError(404, f"no request {cut(name)!r} runs here; it may be over", code="request_not_found")
+            raise HttpError(
+                404, f"no request {cut(name)!r} runs here; it is over, or has not come yet", code="request_not_found"
+            )
         return request
 
 

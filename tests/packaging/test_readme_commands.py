@@ -13,7 +13,7 @@ from tests.packaging.test_wheel import ROOT, source_files
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 COMMANDS = re.findall(
-    r"^(python3 -m venv .*|\.venv/bin/pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    r"^(python3 -m venv \.venv .*|\.venv/bin/pip install .*)$", (ROOT / "README.md").read_text(), re.MULTILINE
 )
 
 

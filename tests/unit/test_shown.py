@@ -124,7 +124,8 @@ def result(*, images: int = 1) -> RequestOutput:
     array = np.zeros((images, 48, 64, 3), np.uint8)
     request = RequestId("r")
     told = Timings(queue_s=0.25, run_s=1.5, detail={"prefill": 0.5, "decode": 0.875, "steps": 8.0, "rows_shared": 0.0})
-    drawn = Timings(queue_s=0.0, pull_s=0.125, run_s=2.0)
+    detail = {"queue": 0.001, "denoise": 1.75, "peak_memory_bytes": 5242880.0, "total": 2.001}
+    drawn = Timings(queue_s=0.0, pull_s=0.125, run_s=2.0, detail=detail)
     stages = [
         StageDone(request, StageName("thinker"), TextOutput("a [bold] star"), "stop", Usage(12, 34), told),
         StageDone(request, StageName("painter"), ImageOutput(array, tuple(range(images))), "stop", Usage(), drawn),
@@ -139,6 +140,14 @@ def test_piped_outputs_are_lines_with_the_models_words_untouched() -> None:
         console, out = piped()
         show_outputs(result(images=images), console)
         assert out.getvalue().splitlines() == ["thinker: a [bold] star", f"painter: {words}", "ids: 1 token"]
+
+
+def test_a_picture_drawn_without_a_seed_is_told_without_one() -> None:
+    request, picture = RequestId("r"), ImageOutput(np.zeros((1, 48, 64, 3), np.uint8), ())
+    done = StageDone(request, StageName("stripes"), picture, "stop", Usage(), Timings())
+    console, out = piped()
+    show_outputs(RequestOutput(request, {done.stage: done}), console)
+    assert out.getvalue() == "stripes: 1 image of 64x48\n"
 
 
 def test_other_kinds_are_told_by_their_sizes() -> None:
@@ -174,7 +183,7 @@ def test_times_of_the_stages_and_between_them_add_up_to_the_total() -> None:
     show_timings(result(), console)
     rows = [" ".join(line.split()) for line in out.getvalue().splitlines()[2:]]
     assert rows[0] == "thinker 0.250 0.000 1.500 1.750 prefill 0.500, decode 0.875, steps 8, 12 + 34 tokens"
-    assert rows[1] == "painter 0.000 0.125 2.000 2.125"
+    assert rows[1] == "painter 0.000 0.125 2.000 2.125 denoise 1.750, peak memory 5 MiB"
     assert rows[-2:] == ["between stages 0.125", "total 4.000"]
 
 
