@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -68,6 +71,8 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
     where = {"gguf_file": gguf} if gguf else {}
     generates = spec.engine.task is ArTask.GENERATE
     kind = AutoModelForCausalLM if generates else AutoModel
+    if generates and not gguf:
+        _refuse_other_kinds(folder, context)
     tokenizer = _load_tokenizer(folder, where, spec, context)
     try:
         context.report("loading the weights", 0.0)
@@ -102,6 +107,21 @@ def load_model(path: Path, spec: ArStage, context: LoadContext) -> LoadedModel:
         vocabulary=vocabulary,
         layers=int(config.num_hidden_layers),
         device=device,
+    )
+
+
+def _refuse_other_kinds(folder: Path, context: LoadContext) -> None:
+    """What the config alone tells, before anything large is read."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        problem = f"has no config that transformers {transformers.__version__} knows: {error}"
+    else:
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return
+        problem = f"holds a {config.model_type} model, which is not a causal language model that transformers can load"
+    raise StartError(
+        f"stage {context.stage}: model.path {str(folder)!r} {problem}", stage=context.stage, field="model.path"
     )
 
 
