@@ -128,7 +128,8 @@ class ArEngine:
 
     def _overlapped_step(self, flight: Flight) -> list[Event]:
         """The same, with the next forward under way before the words of this one are told. A stop string is found when the
-        token after it is being computed already: that one is dropped."""
+        token after it is being computed already: that one is dropped. Those whose pages must be read at their end are
+        told before: the next plan may take the pages."""
         events: list[Event] = []
         if flight.empty:
             self._launch(flight, events)
@@ -140,7 +141,7 @@ class ArEngine:
         self._read(chunks, output, events)
         going_on = []
         for sequence, token in self._pick(chunks, output, events):
-            if sequence.goes_on(token):
+            if sequence.goes_on(token) and not self._loaded.exports.owes_kv(sequence):
                 self._guard(sequence, partial(self._take, token), events)
                 going_on.append((sequence, token))
             else:

@@ -78,6 +78,10 @@ class Exports:
         if token == self.kv_token and sequence.kv_due is None:
             sequence.kv_due = len(sequence.track.tokens)
 
+    def owes_kv(self, sequence: Sequence) -> bool:
+        """Its pages are still to be read."""
+        return "kv" in sequence.job.publish and not sequence.kv_given
+
     def computed(self, sequence: Sequence) -> list[Event]:
         """More tokens have been computed: `kv` may be due."""
         due = sequence.kv_due
@@ -88,7 +92,7 @@ class Exports:
     def ended(self, sequence: Sequence) -> list[Event]:
         """The answer is whole. Its last token has not been computed, for nothing follows it. Raises `StageFailed` if the
         token that `kv` waits for did not come."""
-        if "kv" not in sequence.job.publish or sequence.kv_given:
+        if not self.owes_kv(sequence):
             return []
         if self.spec.kv_at is KvAt.TOKEN and sequence.kv_due is None:
             raise StageFailed(

@@ -237,10 +237,12 @@ class Intake:
             raise InvalidRequest("a resumable request has no prompt_logprobs; leave them out", field="prompt_logprobs")
         if {*job.emit, *job.publish} & PREFILL_OUTPUTS:
             raise InvalidRequest("a resumable request gives text and tokens, and no hidden or kv", field="resumable")
-        if "prompt_embeds" in job.inputs or "prompt_embeds" in job.payloads:
+        if _embedded(job):
             raise InvalidRequest("a prompt of embeddings cannot be resumed; give text or tokens", field="resumable")
 
     def _check_outputs(self, job: Job, params: SamplingParams) -> None:
+        if params.n is not None and params.n > 1 and "text" not in job.emit:
+            raise InvalidRequest(f"n is {params.n}, but no text is asked for; leave n out", field="n")
         several = sorted({*job.emit, *job.publish} - self._prefill_outputs - ({"text"} - {*job.publish}))
         if several and params.n is not None and params.n > 1:
             raise InvalidRequest(
@@ -252,6 +254,9 @@ class Intake:
             self._check_resumable(job, params)
         if params.prompt_logprobs is not None and "text" not in job.emit:
             raise InvalidRequest("prompt_logprobs come with the text, which is not asked for", field="prompt_logprobs")
+        if params.prompt_logprobs is not None and _embedded(job):
+            problem = "a prompt of embeddings has no tokens, so no prompt_logprobs; leave them out"
+            raise InvalidRequest(problem, field="prompt_logprobs")
         for name in (*job.emit, *job.publish):
             if name not in self._outputs:
                 known = name in OUTPUTS["ar"]
@@ -259,6 +264,10 @@ class Intake:
                 raise InvalidRequest(f"output {name!r} is not to be had: {why}", field="outputs")
         for name in EDGE_ONLY.intersection(job.emit):
             raise InvalidRequest(f"output {name!r} can go to another stage only, not to a caller", field="outputs")
+
+
+def _embedded(job: Job) -> bool:
+    return "prompt_embeds" in job.inputs or "prompt_embeds" in job.payloads
 
 
 def _salt(params: SamplingParams, embeds: torch.Tensor | None, lora: tuple[int, float] | None) -> str:

@@ -151,8 +151,8 @@ class Scheduler:
             )
 
     def rest(self, track: Track) -> None:
-        """A running track has ended an answer, and keeps its pages."""
-        self._running.remove(track)
+        """A track has ended an answer, and keeps its pages. It may have been preempted before the end was found."""
+        (self._running if track.seated else self._waiting).remove(track)
         track.seated = False
         self._resting.append(track)
 

@@ -14,6 +14,7 @@ from proto.messages import Chat, ChatMessage, Payload, Started, Tensor, Text, Te
 from proto.params import DiffusionParams, SamplingParams
 from proto.torch_tensors import from_wire, to_wire
 from stages.ar.engine import ArEngine
+from stages.ar.scheduler import Plan
 from stages.demo.models import resolve_model
 from stages.engine import Emit, Engine, EngineStats, Event, Failed, Finished, Job, LoadContext, Publish, PulledPayload
 from tests.models.tiny_ar import CONTEXT, SCRIPT, build_scripted_llama, build_tiny_llama, script_ids
@@ -86,6 +87,23 @@ def run(engine: Engine, jobs: Sequence[Job], *, stagger: int = 0) -> dict[str, l
     while engine.has_work:
         step()
     return events
+
+
+def preempt_after_each_token(engine: ArEngine) -> None:
+    """As if pages ran out whenever the forward after a token is planned: the sequence waits and is read again."""
+    scheduler = engine._loaded.scheduler
+    real, seen = scheduler.schedule, set[tuple[str, int]]()
+
+    def schedule() -> Plan:
+        plan = real()
+        chunks = list(plan.chunks)
+        for track in [chunk.track for chunk in plan.chunks if chunk.count == 1]:
+            if (track.request, len(track.tokens)) not in seen:
+                seen.add((track.request, len(track.tokens)))
+                scheduler._preempt(track, chunks)
+        return Plan(tuple(chunks), plan.started)
+
+    scheduler.schedule = schedule
 
 
 def finished(events: Sequence[Event]) -> Finished:

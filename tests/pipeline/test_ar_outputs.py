@@ -24,7 +24,17 @@ from proto.torch_tensors import from_wire, to_wire
 from stages.ar.engine import ArEngine
 from stages.engine import Emit, Event, Failed, Publish
 from tests.models.tiny_ar import END, build_tiny_llama, build_tiny_tokenizer
-from tests.pipeline.test_ar_engine import PROMPTS, chat_ids, finished, job, loaded, run, text, tokens
+from tests.pipeline.test_ar_engine import (
+    PROMPTS,
+    chat_ids,
+    finished,
+    job,
+    loaded,
+    preempt_after_each_token,
+    run,
+    text,
+    tokens,
+)
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -118,7 +128,9 @@ def _raises_for(broken: object):
     return take
 
 
-@pytest.mark.parametrize("more", [{"emit": ("text", "tokens")}, {"emit": ("text",), "publish": ("text",)}])
+@pytest.mark.parametrize(
+    "more", [{"emit": ("text", "tokens")}, {"emit": ("text",), "publish": ("text",)}, {"emit": ("hidden",)}]
+)
 def test_several_answers_are_refused_where_another_stage_or_the_tokens_are_asked_for(engine: ArEngine, more) -> None:
     with pytest.raises(InvalidRequest, match="n is 2") as error:
         engine.submit(job("r", "x", SamplingParams(n=2), **more))
@@ -241,6 +253,21 @@ def test_kv_at_the_end_holds_prompt_and_answer_but_for_the_last_token(tiny: Path
         assert kinds[0] is Publish
 
 
+def test_kv_of_an_answer_that_a_stop_string_ends_is_there_though_pages_are_taken_ahead(
+    tiny: Path, model: LlamaForCausalLM
+) -> None:
+    """With overlap the next forward is planned before a stop string is found, and may preempt the one that it ends."""
+    alone = text(run(small(tiny), [job("r", PROMPTS[0], GREEDY)])["r"])
+    engine = small(tiny, ("kv",), kv_at=KvAt.END, overlap=True)
+    preempt_after_each_token(engine)
+    stopping = SamplingParams(max_tokens=12, temperature=0, stop=(alone[4:6],))
+    events = run(engine, [job("r", PROMPTS[0], stopping, publish=("kv",))])["r"]
+    prompt = chat_ids(tiny, PROMPTS[0])[0].tolist()
+    assert text(events) == alone.partition(alone[4:6])[0]
+    assert engine.call("stats", {})["preemptions"] > 0
+    check_kv(sent(events, "kv"), model, [*prompt, *tokens(events)][:-1], len(prompt))
+
+
 def test_kv_at_a_token_goes_as_soon_as_the_token_has_been_computed(tiny: Path, model: LlamaForCausalLM) -> None:
     said = tokens(run(small(tiny), [job("r", PROMPTS[0], GREEDY)])["r"])
     place = next(i for i in range(2, len(said) - 1) if said[i] not in said[:i])
@@ -325,6 +352,12 @@ def test_embeddings_that_do_not_fit_are_refused(engine: ArEngine, embeds: torch.
     with pytest.raises(InvalidRequest, match=problem) as error:
         engine.submit(embedded("r", embeds))
     assert error.value.info.field == "prompt_embeds"
+
+
+def test_embeddings_have_no_tokens_whose_chances_could_be_told(engine: ArEngine) -> None:
+    with pytest.raises(InvalidRequest, match="has no tokens") as error:
+        engine.submit(embedded("r", torch.zeros(4, 64), SamplingParams(prompt_logprobs=1), emit=("text",)))
+    assert error.value.info.field == "prompt_logprobs"
 
 
 # --- stages that only encode ------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from stages.ar import resuming
 from stages.ar.engine import ArEngine
 from stages.engine import Emit, EngineStats, Event, Finished
 from tests.models.tiny_ar import build_tiny_llama
-from tests.pipeline.test_ar_engine import job, loaded, run, text, tokens
+from tests.pipeline.test_ar_engine import job, loaded, preempt_after_each_token, run, text, tokens
 
 STARTED, COMPLETED, REFUSED = UpdateState.STARTED, UpdateState.COMPLETED, UpdateState.REFUSED
 GREEDY = SamplingParams(max_tokens=8, resumable=True)
@@ -185,6 +185,26 @@ def test_a_stop_string_ends_a_turn_and_what_was_computed_beyond_it_does_no_harm(
     second, _ = whole(engine, history)
     update(engine, "r", "u1", TURNS[1], close=True)
     events = rest(engine)
+    assert said(events) == second.partition(stop)[0]
+    assert engine.stats() == EngineStats()
+    engine.close()
+
+
+def test_a_turn_may_lose_its_pages_in_the_step_that_finds_its_end(tiny: Path) -> None:
+    """With overlap the next forward is planned before a stop string is found, and may preempt the one that it ends."""
+    engine = loaded(tiny, ArStage(engine=ArEngineSpec(overlap=True)))
+    first, _ = whole(engine, [("user", TURNS[0])])
+    stop = first[3:5]
+    preempt_after_each_token(engine)
+    engine.submit(job("r", TURNS[0], SamplingParams(max_tokens=8, stop=(stop,), resumable=True)))
+    events = rest(engine)
+    assert said(events) == first.partition(stop)[0]
+    assert (engine.call("stats", {})["resting"], engine.call("stats", {})["kv_pages_used"]) == (1, 0)
+    history = [("user", TURNS[0]), ("assistant", said(events)), ("user", TURNS[1])]
+    update(engine, "r", "u1", TURNS[1], close=True)
+    events = rest(engine)
+    engine._loaded.scheduler.check()
+    second, _ = whole(loaded(tiny), history)
     assert said(events) == second.partition(stop)[0]
     assert engine.stats() == EngineStats()
     engine.close()

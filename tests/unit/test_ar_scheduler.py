@@ -292,6 +292,26 @@ def test_the_pages_of_those_who_wait_with_some_can_be_had_too() -> None:
     assert [ended.request for ended in drain(made)] == ["b", "a"]
 
 
+def test_a_track_can_rest_that_was_preempted_before_its_end_was_found() -> None:
+    made = scheduler(pages=4)
+    first, last = track("a", 2 * PAGE, 2 * PAGE), track("b", 2 * PAGE - 1, 2 * PAGE, first=100)
+    made.add(first)
+    made.add(last)
+    while not last.preempted:
+        finish(made, made.schedule())
+    made.rest(last)
+    made.check()
+    assert (made.resting, made.waiting) == ([last], [])
+    assert [ended.request for ended in drain(made)] == ["a"]
+    assert made.resume(last, [*last.tokens, 50], 4 * PAGE) == 0
+    assert [ended.request for ended in drain(made)] == ["b"]
+
+
+def may_rest(track: Track) -> bool:
+    """Its answer may have ended: it goes on with one token, or has been preempted since."""
+    return track.started and (track.todo == 1 if track.seated else not track.pages)
+
+
 class AnyLife(RuleBasedStateMachine):
     """Requests come, run, are aborted and fail in any order; after every event everything holds, and at the end all end."""
 
@@ -348,10 +368,10 @@ class AnyLife(RuleBasedStateMachine):
         self.made.remove(gone)
         self.alive.remove(gone)
 
-    @precondition(lambda self: any(one.todo == 1 for one in self.made.running))
+    @precondition(lambda self: any(may_rest(one) for one in self.alive))
     @rule(data=st.data())
     def rest(self, data: st.DataObject) -> None:
-        track = data.draw(st.sampled_from([one for one in self.made.running if one.todo == 1]))
+        track = data.draw(st.sampled_from([one for one in self.alive if may_rest(one)]))
         self.made.rest(track)
         self.alive.remove(track)
         self.resting.append(track)
@@ -361,7 +381,8 @@ class AnyLife(RuleBasedStateMachine):
     def resume(self, data: st.DataObject, more: int, answer: int) -> None:
         track = data.draw(st.sampled_from(self.resting))
         same = data.draw(st.integers(0, len(track.tokens)))
-        tokens = [*track.tokens[:same], *([9] * more)]
+        self.number += 1
+        tokens = [*track.tokens[:same], *([1000 + self.number] * more)]  # which no track has had
         before = track.tokens, track.computed, list(track.pages)
         if self.made.blocks.pages_for(len(tokens) + answer) > 9:
             with pytest.raises(InvalidRequest):
