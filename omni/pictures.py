@@ -31,6 +31,7 @@ before it is unpacked."""
 
 _DATA_URL: Final = re.compile(r"data:(image/[a-z+.-]{1,32})?;base64,", re.IGNORECASE)
 _SCHEME: Final = re.compile(r"(https?|ftp|file|s3|gs)://", re.IGNORECASE)
+_ORIENTATION: Final = 0x0112  # a tag of EXIF
 _FORMATS: Final = ("PNG", "JPEG", "WEBP")
 
 
@@ -57,7 +58,7 @@ def read_picture(given: Picture, field: str = "image", max_pixels: int = MAX_PIX
 
     if _is_array(given):
         return cast("NDArray[np.uint8]", given)  # the planner says what is wrong with its shape
-    image = _opened(given, field, max_pixels)
+    image = _of_8_bits(_opened(given, field, max_pixels))
     form = "RGBA" if _is_transparent(image) else "RGB"
     return np.asarray(image if image.mode == form else image.convert(form), dtype=np.uint8)
 
@@ -74,7 +75,7 @@ def read_mask(given: Picture, field: str = "mask") -> "NDArray[np.uint8]":
         from PIL.Image import fromarray
 
         given = fromarray(given)
-    image = _opened(given, field, MAX_PIXELS)
+    image = _of_8_bits(_opened(given, field, MAX_PIXELS))
     if _has_alpha(image):
         return mask_of(np.asarray(image.convert("RGBA"), dtype=np.uint8))
     return np.asarray(image.convert("L"), dtype=np.uint8)
@@ -135,21 +136,65 @@ def _from_text(text: str, field: str) -> bytes:
 
 def _from_file(raw: bytes, field: str, max_pixels: int) -> "Image":
     """Upright, and unpacked."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     try:
         with Image.open(BytesIO(raw), formats=_FORMATS) as image:
             _check_size(image, field, max_pixels)
-            return ImageOps.exif_transpose(image)
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            image.load()
+            return _upright(image)
+    except Image.DecompressionBombError:
+        raise _too_large("it", field) from None
+    except InvalidRequest:
+        raise
+    except Exception:  # noqa: BLE001 - PIL's readers raise struct.error, KeyError and others for bytes that are damaged
         raise InvalidRequest(f"{field}: this is not a whole png, jpeg or webp file", field=field) from None
+
+
+def _upright(image: "Image") -> "Image":
+    """As its EXIF says; EXIF that cannot be read says nothing. PIL's own `exif_transpose` also writes all of it anew, and
+    raises for a value that has not its type, which the photos of some cameras have."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        turn = turns.get(image.getexif().get(_ORIENTATION))
+    except Exception:  # noqa: BLE001 - as when a file is read
+        turn = None
+    return image.copy() if turn is None else image.transpose(turn)
+
+
+def _of_8_bits(image: "Image") -> "Image":
+    """PIL cuts 16-bit greys off at 255, so that nearly all of them would be white."""
+    import numpy as np
+    from PIL.Image import fromarray
+
+    if not image.mode.startswith("I;16"):
+        return image
+    grey = np.asarray(image)
+    if "transparency" not in image.info:
+        return fromarray((grey >> 8).astype(np.uint8))
+    seen = np.where(grey == image.info["transparency"], 0, 255)
+    return fromarray(np.stack([grey >> 8, seen], axis=-1).astype(np.uint8))
 
 
 def _check_size(image: "Image", field: str, max_pixels: int) -> None:
     width, height = image.size
     if max(width, height) > MAX_PIXELS_A_SIDE or width * height > max_pixels:
-        raise InvalidRequest(
-            f"{field}: {width}x{height} pixels is too large; a side may have {MAX_PIXELS_A_SIDE}, and all images of a"
-            f" request together {MAX_PIXELS} pixels",
-            field=field,
-        )
+        raise _too_large(f"{width}x{height} pixels", field)
+
+
+def _too_large(what: str, field: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{field}: {what} is too large; a side may have {MAX_PIXELS_A_SIDE}, and all images of a request together"
+        f" {MAX_PIXELS} pixels",
+        field=field,
+    )

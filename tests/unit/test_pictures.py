@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from omni import pictures
 from omni.pictures import read_mask, read_pictures
@@ -48,6 +48,39 @@ def test_a_photo_that_was_turned_is_upright() -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     data = file(Image.fromarray(PIXELS), "jpeg", exif=exif)
     assert read_pictures(data)[0].shape == (12, 8, 3)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_each_way_to_turn_a_photo_is_pils_own(turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = file(Image.fromarray(PIXELS), exif=exif)
+    assert np.array_equal(read_pictures(data)[0], ImageOps.exif_transpose(Image.open(io.BytesIO(data))))
+
+
+def test_damaged_exif_does_not_spoil_a_photo_and_other_damage_is_refused() -> None:
+    """Each byte of three small files in turn is damaged, and none of it raises anything but a refusal."""
+    exif = Image.Exif()
+    exif[0x0112], exif[0x011A] = 6, 72.0
+    whole = file(Image.fromarray(PIXELS), "jpeg", exif=exif)
+    with_a_text = whole.replace(b"\x01\x1a\x00\x05", b"\x01\x1a\x00\x02")  # a resolution that is words
+    assert with_a_text != whole
+    assert read_pictures(with_a_text)[0].shape == (12, 8, 3)
+    for form in ("png", "jpeg", "webp"):
+        data = file(Image.fromarray(PIXELS), form, exif=exif)
+        for at in range(len(data)):
+            try:
+                read_pictures(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+            except InvalidRequest as refusal:
+                assert refusal.info.field == "image"  # noqa: PT017 - most damage may as well go unseen
+
+
+def test_sixteen_bits_of_grey_keep_their_shades() -> None:
+    grey = np.linspace(0, 65535, 96).astype(np.uint16).reshape(8, 12)
+    data = file(Image.fromarray(grey))
+    assert np.array_equal(read_pictures(data)[0][:, :, 1], grey >> 8)
+    assert np.array_equal(read_mask(data), grey >> 8)
+    assert np.array_equal(read_pictures(Image.fromarray(grey))[0][:, :, 0], grey >> 8)
 
 
 def test_a_mask_is_its_transparency_or_else_its_white() -> None:
