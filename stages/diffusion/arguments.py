@@ -39,16 +39,24 @@ def choose_seeds(params: DiffusionParams) -> tuple[int, ...]:
     return tuple(range(first, first + (params.num_images or 1)))
 
 
-def pixels(params: DiffusionParams, painter: Painter) -> int:
-    """Of all that the request draws: width x height x frames x images. 0 for what has no size."""
-    return amount(params, painter).total if _size(params, painter) else 0
+def pixels(params: DiffusionParams, painter: Painter, given: int = 0) -> int:
+    """Of all that the request draws: width x height x frames x images. 0 for what has no size. `given`: see `amount`."""
+    return amount(params, painter, given).total if _size(params, painter) or given else 0
 
 
-def amount(params: DiffusionParams, painter: Painter) -> Amount:
-    """Pixels of all images and the frames of each; of what has no size, how many there are of it."""
+def amount(params: DiffusionParams, painter: Painter, given: int = 0) -> Amount:
+    """Pixels of all images and the frames of each; of what has no size, how many there are of it. `given` are the pixels of
+    the picture whose size the drawn ones get (`given_pixels`)."""
     asked = (params.extra or {}).get("num_frames", painter.signature.defaults.get("num_frames"))
     frames = asked if isinstance(asked, int) and asked > 0 else 1
-    return Amount((_size(params, painter) or 1) * (params.num_images or 1), frames)
+    return Amount((given or _size(params, painter) or 1) * (params.num_images or 1), frames)
+
+
+def given_pixels(job: Job, painter: Painter) -> int:
+    """Of the job's largest picture, where what is drawn gets the size of the picture that it starts from; else 0."""
+    if not painter.recipe.sized_by_image:
+        return 0
+    return max((height * width for height, width in tensor_inputs.picture_sizes(job, "image")), default=0)
 
 
 def _size(params: DiffusionParams, painter: Painter) -> int:
@@ -63,7 +71,9 @@ def kind(job: Job) -> Hashable:
         return None
     same = msgspec.structs.replace(params, seed=None, num_images=None, negative_prompt=None)
     negative = bool(params.negative_prompt) or "negative_prompt" in job.inputs
-    return msgspec.msgpack.encode(same, order="deterministic"), negative, frozenset(job.inputs), frozenset(job.payloads)
+    sizes = tuple(tensor_inputs.picture_sizes(job, "image"))
+    words = msgspec.msgpack.encode(same, order="deterministic")
+    return words, negative, sizes, frozenset(job.inputs), frozenset(job.payloads)
 
 
 def build(job: Job, params: DiffusionParams, seeds: tuple[int, ...], painter: Painter) -> dict[str, Json]:

@@ -96,13 +96,15 @@ def _plane(amounts: Sequence[Amount], sizes: Sequence[int], least: float) -> Pla
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """`total`: bytes that all requests together may take. `unit`: what areas are counted in, pixels or items."""
+    """`total`: bytes that all requests together may take. `unit`: what areas are counted in, pixels or items. `by_image`:
+    what is drawn has the size of the request's picture."""
 
     stage: StageName
     model: str
     profile: Profile
     total: int
     unit: str
+    by_image: bool = False
 
     def need(self, amount: Amount) -> Need:
         """Of a request. Raises `InvalidRequest` with the numbers if it would not fit even alone."""
@@ -114,7 +116,7 @@ class Budget:
             f"stage {self.stage}: {self.model} would take {mib(need.peak)} of memory for {amount.area} {self.unit}{frames},"
             f" most of it to {need.worst.value}; its budget is {mib(self.total)}: {self._remedy(amount.frames)}",
             stage=self.stage,
-            field="width" if self.unit == PIXELS else "num_images",
+            field="image" if self.by_image else "width" if self.unit == PIXELS else "num_images",
         )
 
     def largest(self, frames: int = 1) -> int:

@@ -25,7 +25,7 @@ from proto.messages import Change, Progress, StageInfo, Started
 from proto.params import Json, LoraUse
 from stages.diffusion import library, parking, trials
 from stages.diffusion.admission import AtOnce, ForCompany
-from stages.diffusion.arguments import amount, check, kind, pixels
+from stages.diffusion.arguments import amount, check, given_pixels, kind, pixels
 from stages.diffusion.bed import PainterBed
 from stages.diffusion.budget import Budget
 from stages.diffusion.faults import to_error
@@ -142,15 +142,17 @@ class DiffusionEngine:
         self._operator.check(request.lora)
         if not self._requests:
             self._watch.idle()
-        need = NOTHING if self._budget is None else self._budget.need(amount(request.params, painter))
+        given = given_pixels(job, painter)
+        need = NOTHING if self._budget is None else self._budget.need(amount(request.params, painter, given))
+        cost = pixels(request.params, painter, given)
         try:
-            self._scheduler.add(job.request, request.queued_at, pixels(request.params, painter), need, kind(job))
+            self._scheduler.add(job.request, request.queued_at, cost, need, kind(job))
         except OverBudget as error:
             raise InvalidRequest(
                 f"stage {painter.stage}: {painter.info.model} draws at most {error.limit} pixels in all images and frames of"
                 f" a request, not {error.cost}; ask for a smaller size or fewer",
                 stage=painter.stage,
-                field="width",
+                field="image" if given else "width",
             ) from error
         self._requests[job.request] = request
 
@@ -255,10 +257,10 @@ class DiffusionEngine:
                 return []
             calls[0].fail(error)
         else:
-            for request, call, result in zip(requests, calls, results, strict=True):
+            for request, call, form, result in zip(requests, calls, forms, results, strict=True):
                 call.answer(result)
                 if group.phase is Phase.DENOISE:
-                    request.results[call.site.name] = result
+                    request.results[call.site.name] = form.rows, result
         self._meter(requests, forms, group.phase, time.perf_counter() - began, self._watch.taken())
         return self._advance(requests)
 

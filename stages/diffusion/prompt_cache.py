@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from proto.params import Json
 from stages.diffusion.collate import CannotSplit
@@ -38,10 +39,10 @@ class PromptCache:
         return copied(found[0])
 
     def put(self, key: Hashable, value: Json) -> None:
-        """Keep a copy, unless it is larger than the whole cache or holds what cannot be copied."""
+        """Keep a copy, unless it is larger than the whole cache or holds what cannot be copied, or no prompt's tensors."""
         try:
             size = size_of(value)
-            if size > self._capacity or key in self._kept:
+            if not 0 < size <= self._capacity or key in self._kept:
                 return
             self._kept[key] = (copied(value), size)
         except CannotSplit:
@@ -80,13 +81,15 @@ def copied(value: Json) -> Json:
         return parts if type(value) is dict else type(value)(**parts)
     if type(value) in (list, tuple):
         return type(value)(copied(entry) for entry in value)
+    if isinstance(value, DiagonalGaussianDistribution):
+        return type(value)(value.parameters.clone(), value.deterministic)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CannotSplit(f"a {type(value).__name__}")
 
 
 def size_of(value: Json) -> int:
-    """Bytes of the tensors inside."""
+    """Bytes of the tensors inside; an encoded picture, which is a distribution, counts for none."""
     if isinstance(value, torch.Tensor):
         return int(value.nbytes)
     if isinstance(value, Mapping):

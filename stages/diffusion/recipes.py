@@ -58,6 +58,11 @@ class Recipe:
     read: Callable[[Json], Json] | None = None
     appends: bool | None = None
 
+    @property
+    def sized_by_image(self) -> bool:
+        """What it draws has the size of the picture that it starts from: it takes no other."""
+        return self.needs_image and self.default_size is None
+
 
 def recipe_for(pipe: DiffusionPipeline, signature: CallSignature) -> Recipe:
     """The recipe of a loaded pipeline."""

@@ -1,7 +1,7 @@
 """The first step of a request, made once more to see what its denoiser is told: with the request's own words, or with others.
 
 Texts are encoded as always: as scheduled work, in company, from the prompt cache. The denoiser's calls are noted and answered with
-zeros; only where no result of this request is known yet, which has the form of theirs, they are made.
+zeros; only where no result of this request is known yet, which has as many rows as theirs, they are made.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from proto.messages import PromptChange, Text
 from proto.params import DiffusionParams, Json
 from stages.diffusion import arguments
 from stages.diffusion.conditions import MadeCall
+from stages.diffusion.forms import rows_of
 from stages.diffusion.loading import Painter
 from stages.diffusion.parking import PAUSE, Call
 from stages.diffusion.request import PaintRequest
@@ -42,8 +43,8 @@ class Rehearsal:
         while call is not None and not self._ends_at(call):
             if call.site.phase is Phase.DENOISE:
                 self.calls.append(MadeCall(call.site, dict(call.arguments)))
-                known = self.owner.results.get(call.site.name)
-                if known is None:
+                rows, known = self.owner.results.get(call.site.name, (0, None))
+                if rows != rows_of(call):
                     return call
                 call.answer(_blank(known))
             elif not answered(self.paint, call):

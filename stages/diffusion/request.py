@@ -49,7 +49,9 @@ class PaintRequest:
     forms: Forms = field(default_factory=Forms)
     partials: Partials = field(init=False)
     pipe: DiffusionPipeline | None = None  # its own, while its call runs
-    results: dict[str, Json] = field(default_factory=dict)  # the last one of each denoiser, by its site
+    results: dict[str, tuple[int, Json]] = field(
+        default_factory=dict
+    )  # rows and last one of each denoiser, by its site
     _steps: list[Step] = field(default_factory=list)
     _latents: torch.Tensor | None = None
     _phase: Phase = Phase.ENCODE

@@ -144,9 +144,17 @@ def _pictures(wires: Sequence[WireTensor], name: str, painter: Painter) -> Image
 
 def count_pictures(job: Job, name: str) -> int:
     """How many pictures the job brings as that input, as far as its tensors say."""
+    return sum(wire.ref.shape[0] if len(wire.ref.shape) == 4 else 1 for wire in _picture_wires(job, name))
+
+
+def picture_sizes(job: Job, name: str) -> list[tuple[int, int]]:
+    """(height, width) of each tensor of pictures that the job brings as that input."""
+    shapes = [wire.ref.shape for wire in _picture_wires(job, name)]
+    return [(shape[1], shape[2]) for shape in shapes if len(shape) == 4]
+
+
+def _picture_wires(job: Job, name: str) -> list[WireTensor]:
     value, payload = job.inputs.get(name), job.payloads.get(name)
     if isinstance(value, Images):
-        wires = [job.tensors[index] for index in (value.tensor, *value.more) if index < len(job.tensors)]
-    else:
-        wires = [] if payload is None else list(payload.tensors.values())[:1]
-    return sum(wire.ref.shape[0] if len(wire.ref.shape) == 4 else 1 for wire in wires)
+        return [job.tensors[index] for index in (value.tensor, *value.more) if index < len(job.tensors)]
+    return [] if payload is None else list(payload.tensors.values())[:1]

@@ -22,7 +22,7 @@ from proto.params import DiffusionParams, Json
 from proto.tensors import WireTensor
 from proto.torch_tensors import to_wire
 from stages.diffusion import budget, library
-from stages.diffusion.arguments import amount
+from stages.diffusion.arguments import amount, given_pixels
 from stages.diffusion.budget import Budget, Measured, Profile, mib
 from stages.diffusion.loading import Painter
 from stages.diffusion.memory import Gauge
@@ -39,6 +39,8 @@ _LATENTS: Final = (16, 32)
 """Latents along each side of what is drawn to measure: large enough to be seen, and soon done."""
 _FRAMES: Final = (9, 17)
 """Of videos, which models compress in time by 2, 4 or 8 but for the first frame."""
+_USUAL_PICTURE: Final = 512 * 512
+"""Pixels of what is told of a pipeline that draws at the size of its picture."""
 _GUIDED: Final = 5.0
 """Guidance doubles the rows of many pipelines, so what is measured is guided."""
 _WORDS: Final = 16  # tokens of made-up embeddings
@@ -131,12 +133,14 @@ def memory_budget(stage: Stage, painter: Painter, gauge: Gauge | None, context: 
             field="engine.memory",
         ) from error
     total = spec.memory if spec.memory is not None else int(gauge.free() * spec.memory_share)
-    unit = budget.PIXELS if painter.recipe.default_size else budget.ITEMS
-    found = Budget(painter.stage, painter.info.model, profile, total, unit)
-    usual = profile.need(amount(DiffusionParams(), painter))
+    by_image = painter.recipe.sized_by_image
+    unit = budget.PIXELS if painter.recipe.default_size or by_image else budget.ITEMS
+    found = Budget(painter.stage, painter.info.model, profile, total, unit, by_image)
+    usual = profile.need(amount(DiffusionParams(), painter, _USUAL_PICTURE if by_image else 0))
+    size = f"{_USUAL_PICTURE} pixels" if by_image else "the default size"
     seconds = time.perf_counter() - began
     context.report(
-        f"memory: {mib(total)} for requests, one of the default size takes {mib(usual.peak)}, most of it to"
+        f"memory: {mib(total)} for requests, one of {size} takes {mib(usual.peak)}, most of it to"
         f" {usual.worst.value} ({seconds:.1f} s to find out)",
         _DONE,
     )
@@ -152,7 +156,8 @@ def _measure(stage: Stage, painter: Painter, gauge: Gauge, context: LoadContext)
             job = _job(f"trial {number}", shape, 2, painter, _guided(painter))
             [(request, held)] = _draw(stage, [job], f"measuring memory, {number} of {len(shapes)}", context)
             peaks = {phase: round(taken) for phase, taken in request.meter.peaks.items()}
-            measured.append(Measured(amount(request.params, painter), peaks, held))
+            drawn = amount(request.params, painter, given_pixels(job, painter))
+            measured.append(Measured(drawn, peaks, held))
     return budget.fit(measured[1:])
 
 
@@ -166,7 +171,7 @@ def _eager() -> Iterator[None]:
 def _shapes(painter: Painter) -> list[Shape]:
     """Two squares of few latents, of a video a third one of more frames. What has no size, or one only, is measured as it is, and
     two of it if a request may ask for several."""
-    if painter.recipe.default_size is None or painter.recipe.one_size:
+    if painter.recipe.one_size or (painter.recipe.default_size is None and not painter.recipe.sized_by_image):
         several = "num_images" in (painter.info.params or ())
         return [Shape(images=count) for count in ((1, 2) if several else (1,))]
     multiple, scale = painter.info.size_multiple, library.scale_factor(painter.pipe)
@@ -282,6 +287,9 @@ def _inputs(name: str, shape: Shape, painter: Painter) -> tuple[dict[str, Value]
     if recipe.needs_image:
         inputs["image"] = Images(tensor=len(tensors))
         tensors.append(to_wire(torch.full((1, height, width, 3), 128, dtype=torch.uint8)))
+    if recipe.needs_mask:
+        inputs["mask_image"] = Images(tensor=len(tensors))
+        tensors.append(to_wire(torch.full((1, height, width, 1), 255, dtype=torch.uint8)))
     return inputs, tensors
 
 

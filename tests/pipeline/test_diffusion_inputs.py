@@ -128,6 +128,22 @@ def test_two_edits_side_by_side_are_each_what_the_stock_pipeline_draws(case: str
         assert np.abs(ours.astype(int) - alone).max() <= 1
 
 
+def test_one_picture_edited_by_several_is_encoded_once_and_each_draws_its_own_noise(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = load(folder("sd"), "StableDiffusionImg2ImgPipeline")
+    jobs = [job(f"r{k}", [photo(1)], seed=k, num_inference_steps=4, strength=0.8) for k in (0, 1, 2)]
+    ends = {event.request: event for event in drive(engine, dict(enumerate(jobs)))
+            if isinstance(event, Finished)}  # fmt: skip
+    for k in (0, 1, 2):
+        alone = expected(
+            folder("sd"), "StableDiffusionImg2ImgPipeline", k,
+            prompt="a red fox", image=Image.fromarray(photo(1)), num_inference_steps=4, strength=0.8,
+        )  # fmt: skip
+        assert np.abs(drawn(ends[RequestId(f"r{k}")]).astype(int) - alone).max() <= 1
+    assert "raised together" not in caplog.text
+
+
 def test_several_images_of_several_sizes_go_into_one_edit(folder: Folder) -> None:
     engine = load(folder("flux2"))
     embeds = torch.randn((1, 7, 32), generator=torch.Generator().manual_seed(3))

@@ -12,8 +12,9 @@ from diffusers import UNet2DConditionModel
 from proto.deploy import DiffusionEngineSpec, DiffusionStage, LimitsSpec, ModelSpec, WarmupSpec
 from proto.errors import InvalidRequest, StartError
 from proto.ids import RequestId, StageName
-from proto.messages import Started, Text
+from proto.messages import Images, Started, Text
 from proto.params import DiffusionParams, Json
+from proto.torch_tensors import to_wire
 from stages.diffusion import engine as engine_module
 from stages.diffusion import library
 from stages.diffusion.engine import DiffusionEngine
@@ -34,9 +35,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(folder: Path) -> Iterator[Load]:
     loaded: list[DiffusionEngine] = []
 
-    def load_new(notes: list[str] | None = None, where: Path = folder, **spec: Json) -> DiffusionEngine:
+    def load_new(
+        notes: list[str] | None = None, where: Path = folder, pipeline_class: str | None = None, **spec: Json
+    ) -> DiffusionEngine:
         told = [] if notes is None else notes
-        stage = DiffusionStage(model=ModelSpec(path=str(where)), engine=DiffusionEngineSpec(**spec))
+        model = ModelSpec(path=str(where), pipeline_class=pipeline_class)
+        stage = DiffusionStage(model=model, engine=DiffusionEngineSpec(**spec))
         engine = DiffusionEngine()
         loaded.append(engine)
         context = LoadContext(
@@ -54,6 +58,14 @@ def load(folder: Path) -> Iterator[Load]:
 def job(name: str, side: int = 32, **more: Json) -> Job:
     params = DiffusionParams(**{"num_inference_steps": 4, "width": side, "height": side, "seed": 1, **more})
     return Job(RequestId(name), {"prompt": Text(text=f"a fox, {name}")}, params, emit=("image",))
+
+
+def edit(name: str, side: int, **more: Json) -> Job:
+    """What is drawn gets the size of this picture."""
+    params = DiffusionParams(**{"num_inference_steps": 4, "strength": 0.5, "seed": 1, **more})
+    inputs = {"prompt": Text(text=f"a fox, {name}"), "image": Images(tensor=0)}
+    picture = to_wire(torch.full((1, side, side, 3), 100, dtype=torch.uint8))
+    return Job(RequestId(name), inputs, params, emit=("image",), tensors=[picture])
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -93,6 +105,24 @@ def test_videos_and_sounds_are_measured_too(build: Callable[[Path], Path], load:
     assert engine._budget is not None
     with pytest.raises(InvalidRequest, match="would take"):
         engine._budget.need(engine_module.amount(DiffusionParams(num_images=1000), engine._loaded()))
+
+
+def test_the_picture_that_a_request_starts_from_counts_where_it_says_the_size(load: Load) -> None:
+    engine = load(pipeline_class="StableDiffusionImg2ImgPipeline", max_pixels=2 * 64 * 64, memory_profile=False)
+    for too_much in (edit("a", 128), edit("b", 64, num_images=3)):
+        with pytest.raises(InvalidRequest, match="draws at most 8192 pixels") as refusal:
+            engine.submit(too_much)
+        assert refusal.value.info.field == "image"
+    events = drive(engine, {0: edit("c", 64), 1: edit("d", 64), 2: edit("e", 64)})
+    assert all(isinstance(end, Finished) for end in ends(events).values())
+
+
+def test_memory_bounds_pictures_that_requests_start_from(load: Load) -> None:
+    engine = load(pipeline_class="StableDiffusionImg2ImgPipeline", memory=24 * MIB)
+    assert isinstance(ends(drive(engine, {0: edit("a", 64)}))[RequestId("a")], Finished)
+    with pytest.raises(InvalidRequest, match="for 16777216 pixels") as refusal:
+        engine.submit(edit("b", 4096))
+    assert refusal.value.info.field == "image"
 
 
 def test_without_a_profile_nothing_is_drawn_at_the_start_and_nothing_bounded(load: Load) -> None:
@@ -170,6 +200,16 @@ def test_warmup_that_cannot_be_drawn_fails_the_start_naming_the_entry(
 
 
 # --- static batches ---------------------------------------------------------------------------------------------------
+
+
+def test_pipelines_that_need_a_mask_are_measured_and_warmed_up(load: Load) -> None:
+    engine = load(
+        pipeline_class="StableDiffusionInpaintPipeline",
+        memory=256 * MIB,
+        warmup=[WarmupSpec(width=64, height=64, rows=2)],
+    )
+    assert engine._budget is not None
+    assert not engine.has_work
 
 
 def test_without_step_batching_equal_requests_start_and_end_together(load: Load) -> None:

@@ -356,6 +356,18 @@ def test_what_a_request_at_work_cannot_do_is_refused_and_it_draws_as_before(
     assert close(latents_of(ends(events)[job.request]), stocks(name).latents(job, engine._loaded()), 1e-5)
 
 
+def test_guidance_that_is_off_is_not_turned_on_and_the_refusal_says_so(
+    loaded: Callable[[str], DiffusionEngine], stocks: Callable[[str], Stock]
+) -> None:
+    """A first step with guidance has twice the rows of what the request knows of its own."""
+    engine, job = loaded("sd3"), asks("sd3", guidance_scale=1.0, num_images=3)
+    events = drive(engine, [job], Asked(job, 2, PromptChange(prompt=NEW, guidance_scale=3.0)))
+    (refused,) = told(events, job)
+    assert refused.state is REFUSED
+    assert "turn guidance on or off" in refused.reason
+    assert close(latents_of(ends(events)[job.request]), stocks("sd3").latents(job, engine._loaded()), 1e-5)
+
+
 def test_what_comes_after_the_last_step_or_has_no_end_is_refused_before_the_request_ends(
     loaded: Callable[[str], DiffusionEngine],
 ) -> None:
