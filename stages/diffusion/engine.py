@@ -343,8 +343,21 @@ class DiffusionEngine:
         events = self._updates.apply(request, call)
         name = request.job.request
         form = self._forms[name] = request.forms.read(call)
+        if not form.rows and call.site.phase is not Phase.ENCODE:
+            raise self._nothing_to_draw(request)
         self._scheduler.update(name, self._work(call, form, request.lora))
         return events
+
+    def _nothing_to_draw(self, request: PaintRequest) -> InvalidRequest:
+        """Some pipelines that start from a picture take their noise from a step that there is not, and go on with no rows."""
+        params, stage = request.params, self._stage()
+        if params.strength is None:
+            return InvalidRequest(f"stage {stage}: the request leaves nothing to draw", stage=stage)
+        return InvalidRequest(
+            f"stage {stage}: strength {params.strength:g} leaves none of the request's steps; raise it, or num_inference_steps",
+            stage=stage,
+            field="strength",
+        )
 
     def _named(self, name: RequestId) -> PaintRequest:
         """A request, or what is rehearsed for one."""

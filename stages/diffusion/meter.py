@@ -31,9 +31,10 @@ class Meter:
 
     def called(self, phase: Phase, seconds: float, rows: int, total: int, memory: int = 0) -> None:
         """A call of `total` rows took `seconds` and, above the idle stage's, so many bytes of `memory`; `rows` of them are
-        this request's."""
-        self.seconds[phase] += seconds * rows / total
-        self.peaks[phase] = max(self.peaks[phase], memory * rows / total)
+        this request's; all of it, if there are no rows at all."""
+        share = rows / total if total else 1.0
+        self.seconds[phase] += seconds * share
+        self.peaks[phase] = max(self.peaks[phase], memory * share)
         if phase is Phase.DENOISE:
             self.forwards += 1
             self.rows += rows

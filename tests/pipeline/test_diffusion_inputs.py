@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, UNet2DConditionModel
 from numpy.typing import NDArray
 from PIL import Image
 
-from proto.errors import InvalidRequest
+from proto.errors import ErrorCode, InvalidRequest
 from proto.ids import RequestId
 from proto.messages import Images, Text
 from proto.numpy_tensors import from_wire, to_wire
@@ -142,6 +142,19 @@ def test_one_picture_edited_by_several_is_encoded_once_and_each_draws_its_own_no
         )  # fmt: skip
         assert np.abs(drawn(ends[RequestId(f"r{k}")]).astype(int) - alone).max() <= 1
     assert "raised together" not in caplog.text
+
+
+def test_a_strength_that_leaves_no_step_is_refused_and_disturbs_nobody(folder: Folder) -> None:
+    engine = load(folder("sd"), "StableDiffusionImg2ImgPipeline")
+    good = job("good", [photo(1)], seed=1, num_inference_steps=4, strength=0.5)
+    bad = [job(f"bad{s}", [photo(1)], seed=1, num_inference_steps=4, strength=s) for s in (0.0, 0.01)]
+    ends = {e.request: e for e in drive(engine, {0: good, 1: bad[0], 2: bad[1]}) if isinstance(e, Finished | Failed)}
+    assert isinstance(ends[RequestId("good")], Finished)
+    for one in bad:
+        end = ends[one.request]
+        assert isinstance(end, Failed)
+        assert (end.error.code, end.error.field) == (ErrorCode.INVALID_REQUEST, "strength")
+    assert not engine.has_work
 
 
 def test_several_images_of_several_sizes_go_into_one_edit(folder: Folder) -> None:
