@@ -79,6 +79,9 @@ def check_model(path: str) -> None:
         if name not in known:
             words = f"model.path {path!r} names no demo model; {hint(name, known, 'demo models')}"
             raise StartError(words, field="model.path")
+        if name in SHIPPED and not SHIPPED[name].is_dir():
+            words = f"model.path {path!r}: no weights came with this package; name a folder that was trained instead"
+            raise StartError(words, field="model.path")
     elif not Path(path).expanduser().exists():
         raise StartError(
             f"model.path {path!r} is not there; give a checkpoint folder, a GGUF file or one of"

@@ -34,6 +34,17 @@ def write(folder: Path, report: Report) -> None:
     (folder / "config.json").write_text("{}")
 
 
+def test_a_shipped_model_is_where_the_package_is_or_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(models.SHIPPED, "toy", tmp_path / "weights")
+    with pytest.raises(StartError, match="no weights came with this package"):
+        resolve_model("demo://toy", quiet)
+    (tmp_path / "weights").mkdir()
+    assert resolve_model("demo://toy", quiet) == tmp_path / "weights"
+    assert not cache.exists()
+
+
 def test_a_demo_model_is_made_once_and_named_with_its_version(cache: Path, demo: Callable[..., None]) -> None:
     demo(write, version=3)
     folder = resolve_model("demo://toy", quiet)
