@@ -18,7 +18,7 @@ def set_up_logs(who: str, verbose: bool, quiet: bool = False, console: Console |
         force=True,
     )
     if not verbose:
-        for noisy in ("httpx", "httpcore", "urllib3", "uvicorn", "asyncio", "transformers", "diffusers"):
+        for noisy in ("httpx", "httpcore", "urllib3", "uvicorn", "asyncio", "transformers", "diffusers", "torchao"):
             logging.getLogger(noisy).setLevel(logging.ERROR)
 
 

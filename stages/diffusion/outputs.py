@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL.Image import Image
 
 from proto.deploy import OUTPUTS, Kind
-from proto.errors import StageFailed
+from proto.errors import InvalidRequest, StageFailed
 from proto.messages import Audio, Images, Tensor, Value, Video
 from proto.numpy_tensors import to_wire as numpy_to_wire
 from proto.params import DiffusionParams, Json
@@ -135,9 +135,14 @@ def _video(frames: Json, fps: float, seeds: tuple[int, ...]) -> Artifact:
 
 
 def _audio(audio: Json, rate: int, seeds: tuple[int, ...]) -> Artifact:
-    """`audio`: (n, samples), (n, channels, samples), or a list of n of either without the n."""
+    """`audio`: (n, samples), (n, channels, samples), or a list of n of either without the n. Some pipelines cut it down to
+    nothing where few seconds are asked for: `InvalidRequest`."""
     rows = [one.float().cpu().numpy() if isinstance(one, torch.Tensor) else np.asarray(one) for one in audio]
     stacked = np.stack(rows)
+    if not stacked.size:
+        raise InvalidRequest(
+            "the sound asked for is so short that it has no samples; ask for more seconds", field="seconds"
+        )
     waves = stacked.reshape(len(rows), -1, stacked.shape[-1]).astype(np.float32).clip(-1.0, 1.0)
     meta = {"sample_rate": rate, "seeds": list(seeds)}
     return Artifact(Kind.AUDIO, numpy_to_wire(waves), lambda i: Audio(tensor=i, sample_rate=rate, seeds=seeds), meta)

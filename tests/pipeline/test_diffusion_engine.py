@@ -27,6 +27,7 @@ from proto.torch_tensors import to_wire
 from stages.diffusion.engine import DiffusionEngine
 from stages.engine import Emit, Event, Failed, Finished, Job, LoadContext, PulledPayload
 from tests.models import tiny_diffusion
+from tests.models.tiny_diffusion_families import build_tiny_stable_audio
 
 PROMPT: Mapping[str, Value] = {"prompt": Text(text="a red fox")}
 BUILDERS = {
@@ -190,6 +191,20 @@ def test_sound_is_the_stock_pipelines(engines: Engines, stock: Stock) -> None:
     np.testing.assert_array_equal(pixels(end), expected)
     assert end.payloads["audio"].kind is Kind.AUDIO
     assert end.payloads["audio"].meta == {"sample_rate": 16000, "seeds": [1]}
+
+
+def test_sound_too_short_for_a_sample_is_the_callers_fault(tmp_path: Path) -> None:
+    build_tiny_stable_audio(tmp_path)
+    engine = DiffusionEngine()
+    engine.load(context(ModelSpec(path=str(tmp_path))))
+    asked = {"num_inference_steps": 1, "extra": {"audio_end_in_s": 0.01}}
+    engine.submit(job(emit=("audio",), seed=1, **asked))
+    end = drive(engine)[-1]
+    engine.close()
+    assert isinstance(end, Failed)
+    assert end.error.code is ErrorCode.INVALID_REQUEST
+    assert "no samples" in end.error.message
+    assert end.error.field == "seconds"
 
 
 def test_pipeline_without_prompt_or_step_callback_draws_and_steps(engines: Engines, stock: Stock) -> None:
