@@ -35,7 +35,7 @@ from stages.ar.sampler import sample
 from stages.ar.scheduler import Chunk, Plan
 from stages.ar.sequence import Sequence
 from stages.ar.startup import Parts, start
-from stages.engine import Emit, EngineStats, Event, Failed, Job, LoadContext
+from stages.engine import Emit, EngineStats, Event, Failed, Finished, Job, LoadContext
 from stages.operator_calls import OperatorCalls
 from stages.parallel.distributed import leave
 from stages.parallel.group import Group
@@ -155,6 +155,7 @@ class ArEngine:
     def _wake(self) -> list[Event]:
         """Resumable requests that rest go on or end, now that nothing is being computed that they were part of."""
         going, events = self._resting.wake()
+        self._metrics.finished += sum(isinstance(event, Finished) for event in events)
         for sequence in going:
             self._enter(sequence)
         return events
@@ -275,7 +276,8 @@ class ArEngine:
                 sequence.scores.append(self._loaded.intake.named(token, found))
             if chunk.end >= sequence.prompt:
                 sequence.read = True
-                sequence.clocks.read = time.perf_counter()
+                if sequence.clocks.read is None:
+                    sequence.clocks.read = time.perf_counter()
                 self._guard(sequence, self._give_prompt, events)
 
     def _pick(self, chunks: Many[Chunk], output: Output | None, events: list[Event]) -> Iterator[tuple[Sequence, int]]:

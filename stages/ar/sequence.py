@@ -22,8 +22,8 @@ PREFILL_OUTPUTS = frozenset({"hidden", "kv"})
 
 @dataclass(slots=True)
 class Clocks:
-    """Moments on `time.perf_counter`, None before they come. `read`: the prompt had been
-    read; `first` and `last`: tokens came."""
+    """Moments on `time.perf_counter`, None before they come. `read`: the (first) prompt had been read; `first` and `last`:
+    tokens came, the latter in the present turn of a resumable request."""
 
     arrived: float = field(default_factory=time.perf_counter)
     started: float | None = None
@@ -142,6 +142,7 @@ class Sequence:
         self.max_tokens = following.max_tokens
         self.read_prompt, self.picker, self.detokenizer, self.response = following.prompt, picker, detokenizer, response
         self.read, self.finish_reason = False, None
+        self.clocks.last = None  # how long it rested is no time between tokens
 
 
 @dataclass(slots=True)

@@ -210,6 +210,20 @@ def test_a_turn_may_lose_its_pages_in_the_step_that_finds_its_end(tiny: Path) ->
     engine.close()
 
 
+def test_a_closed_request_is_counted_and_its_rest_is_no_time_between_tokens(engine: ArEngine) -> None:
+    before = engine.call("stats", {})
+    engine.submit(job("r", TURNS[0], SamplingParams(max_tokens=4, ignore_eos=True, resumable=True)))
+    rest(engine)
+    update(engine, "r", "u1", TURNS[1])
+    rest(engine)
+    update(engine, "r", "u2", None, close=True)
+    rest(engine)
+    after = engine.call("stats", {})
+    assert after["finished"] - before["finished"] == 1
+    assert after["generated_tokens"] - before["generated_tokens"] == 2 * 4
+    assert after["inter_token_s"]["count"] - before["inter_token_s"]["count"] == 2 * 3
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 
