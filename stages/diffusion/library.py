@@ -187,7 +187,7 @@ def sample_rate(pipe: DiffusionPipeline) -> int | None:
 
 def planned_steps(pipe: DiffusionPipeline, scheduler: SchedulerMixin | None) -> int:
     """How many steps the running call will make: what the pipeline says, else what its scheduler was set to."""
-    said = attribute(pipe, "_num_timesteps")
+    said = vars(pipe).get("_num_timesteps")
     if said:
         return int(said)
     if scheduler is None:

@@ -28,6 +28,7 @@ from stages.diffusion.builtin_pipelines import builtin_model, builtin_pipeline
 from stages.diffusion.families import corrected
 from stages.diffusion.own_code import OwnCode, find_own_code, own_pipeline_class, private_modules
 from stages.diffusion.recipes import Recipe, recipe_for
+from stages.diffusion.residence import Residence, find_residence
 from stages.diffusion.sharing import sharding
 from stages.diffusion.signature import FRAME_RATES, CallSignature, read_signature
 from stages.diffusion.step_caches import StepCaches
@@ -54,6 +55,7 @@ class Painter:
     info: StageInfo
     step_caches: StepCaches | None = None
     offloaded: bool = False  # hooks of the library move the weights: nobody else may
+    residence: Residence | None = None
 
 
 def load_painter(context: LoadContext) -> Painter:
@@ -85,7 +87,8 @@ def load_painter(context: LoadContext) -> Painter:
     info = _describe(pipe, signature, recipe, device, dtype)
     assert isinstance(context.spec, DiffusionStage)
     offloaded = context.spec.engine.offload is not Offload.NONE
-    return Painter(context.stage, pipe, signature, recipe, device, dtype, info, step_caches, offloaded)
+    residence = None if offloaded else find_residence(pipe)
+    return Painter(context.stage, pipe, signature, recipe, device, dtype, info, step_caches, offloaded, residence)
 
 
 def _throw_switches(

@@ -23,6 +23,7 @@ from stages.diffusion.meter import Meter
 from stages.diffusion.outputs import Artifact
 from stages.diffusion.parking import Call
 from stages.diffusion.partials import Partials
+from stages.diffusion.residence import Residence
 from stages.diffusion.scheduler import Phase
 from stages.diffusion.step_caches import Session
 from stages.engine import Finished, Job
@@ -140,7 +141,7 @@ class PaintRequest:
 
     def _call_pipeline(self) -> dict[str, Artifact]:
         with torch.inference_mode():  # holds for one thread only
-            pipe = self.pipe = private_copy(self.painter.pipe)
+            pipe = self.pipe = private_copy(self.painter.pipe, self.painter.residence)
             if self.painter.step_caches is not None:
                 self._remembered = self.painter.step_caches.session(pipe)
             seeds = arguments.choose_seeds(self.params)
@@ -194,11 +195,16 @@ def resume_all(requests: Sequence[PaintRequest]) -> None:
         request.call = request._at_work().note
 
 
-def private_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
+def private_copy(pipe: DiffusionPipeline, residence: Residence | None = None) -> DiffusionPipeline:
     """A pipeline that shares the modules but has attributes and schedulers of its own: both keep one call's state."""
     mine = copy.copy(pipe)
-    for name, scheduler in library.schedulers(pipe).items():
-        object.__setattr__(mine, name, copy.deepcopy(scheduler))  # the class's own setattr writes to the shared config
+    if residence is not None:
+        residence.enter()
+        object.__setattr__(mine, "__class__", residence.pipeline_class)
+    for name, scheduler in library.schedulers(mine).items():
+        config = scheduler.config  # frozen, and the larger part
+        own = copy.deepcopy(scheduler, {id(config): config})
+        object.__setattr__(mine, name, own)  # the class's own setattr writes to the shared config
     mine.set_progress_bar_config(disable=True)
     object.__setattr__(
         mine, "maybe_free_model_hooks", _nothing

@@ -38,6 +38,8 @@ class Phase(enum.Enum):
     DENOISE = "denoise"
     DECODE = "decode"
 
+    __hash__ = object.__hash__  # by identity, as they compare; enum's own is Python code, and called at every step
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
