@@ -20,6 +20,7 @@ from stages.diffusion.loading import Painter
 from stages.engine import Job
 
 _SAME_NAME = ("width", "height", "num_inference_steps", "strength")
+_FRAMES = ("num_frames", "video_length")
 _SEED_RANGE = 2**31
 
 
@@ -109,6 +110,7 @@ def _check_params(params: DiffusionParams, painter: Painter) -> None:
             words = f"takes no extra argument {name!r}; {hint(name, painter.info.accepts, 'arguments')}"
             raise _refusal(painter, words, f"extra.{name}")
         _check_no_scale(name, (params.extra or {})[name], painter)
+        _check_frames(name, (params.extra or {})[name], painter)
     multiple = painter.info.size_multiple
     for name, value in (("width", params.width), ("height", params.height)):
         if value is not None and value % multiple:
@@ -129,6 +131,12 @@ def _check_no_scale(name: str, value: Json, painter: Painter) -> None:
         raise _refusal(
             painter, "takes the scale of an adapter as lora_scale, not in its attention arguments", f"extra.{name}"
         )
+
+
+def _check_frames(name: str, value: Json, painter: Painter) -> None:
+    """What a request takes is reckoned with this number."""
+    if name in _FRAMES and (type(value) is not int or value < 1):
+        raise _refusal(painter, f"takes as {name} a whole number from 1 on, not {value!r:.100}", f"extra.{name}")
 
 
 def _check_outputs(job: Job, painter: Painter) -> None:
@@ -160,6 +168,10 @@ def _check_inputs(job: Job, painter: Painter) -> None:
         raise _refusal(
             painter, "needs a mask: white, or transparent, where the image is to be painted anew", "mask_image"
         )
+    least = painter.recipe.size_multiple
+    for height, width in tensor_inputs.picture_sizes(job, "image") if painter.recipe.sized_by_image else ():
+        if min(height, width) < least:
+            raise _refusal(painter, f"needs an image of {least}x{least} pixels at least, not {width}x{height}", "image")
     pictures = tensor_inputs.count_pictures(job, "image")
     if pictures > 1 and not painter.recipe.several_images:
         raise _refusal(painter, f"starts from one image, not from {pictures}", "image")

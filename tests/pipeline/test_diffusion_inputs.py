@@ -157,6 +157,13 @@ def test_a_strength_that_leaves_no_step_is_refused_and_disturbs_nobody(folder: F
     assert not engine.has_work
 
 
+def test_a_picture_too_small_to_be_drawn_anew_is_refused(folder: Folder) -> None:
+    engine = load(folder("sd"), "StableDiffusionImg2ImgPipeline")
+    with pytest.raises(InvalidRequest, match="8x8 pixels at least, not 9x7") as refusal:
+        engine.submit(job("a", [photo(1, 9, 7)]))
+    assert refusal.value.info.field == "image"
+
+
 def test_several_images_of_several_sizes_go_into_one_edit(folder: Folder) -> None:
     engine = load(folder("flux2"))
     embeds = torch.randn((1, 7, 32), generator=torch.Generator().manual_seed(3))

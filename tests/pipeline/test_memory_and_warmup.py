@@ -107,6 +107,15 @@ def test_videos_and_sounds_are_measured_too(build: Callable[[Path], Path], load:
         engine._budget.need(engine_module.amount(DiffusionParams(num_images=1000), engine._loaded()))
 
 
+def test_a_number_of_frames_that_is_none_is_refused(load: Load, tmp_path: Path) -> None:
+    """Or it would be reckoned as one frame, and drawn as many."""
+    engine = load(where=build_tiny_wan(tmp_path / "model"), max_pixels=32 * 16 * 9, memory_profile=False)
+    for frames in ("13", 13.0, -3, 0, True, None, [13]):
+        with pytest.raises(InvalidRequest, match="a whole number from 1 on") as refusal:
+            engine.submit(job("a", 16, extra={"num_frames": frames}))
+        assert refusal.value.info.field == "extra.num_frames"
+
+
 def test_the_picture_that_a_request_starts_from_counts_where_it_says_the_size(load: Load) -> None:
     engine = load(pipeline_class="StableDiffusionImg2ImgPipeline", max_pixels=2 * 64 * 64, memory_profile=False)
     for too_much in (edit("a", 128), edit("b", 64, num_images=3)):
