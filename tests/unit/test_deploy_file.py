@@ -291,7 +291,7 @@ MISTAKES = {
     ),
     "engine that is no class": (
         painter("engine: my.engine"),
-        "demo.yaml:12: stages.painter.engine.use: 'my.engine' is neither `builtin` nor `vllm` nor of the form package.module:Class",
+        "demo.yaml:12: stages.painter.engine.use: 'my.engine' is neither `builtin` nor of the form package.module:Class",
     ),
     "unknown device": (
         painter("devices: [cpu, gpu:0]"),
@@ -428,7 +428,7 @@ MISTAKES = {
     ),
     "line end in an engine": (
         painter('engine: {use: "a.b:C\\n"}'),
-        "demo.yaml:12: stages.painter.engine.use: 'a.b:C\\n' is neither `builtin` nor `vllm` nor of the form package.module:Class",
+        "demo.yaml:12: stages.painter.engine.use: 'a.b:C\\n' is neither `builtin` nor of the form package.module:Class",
     ),
     "more replicas than any machine has": (
         painter("replicas: 9999999999"),
@@ -797,7 +797,7 @@ def test_the_demo_needs_no_files() -> None:
     ("source", "said"),
     [
         ("dmeo", "dmeo: no such file or folder, nor a built-in config; did you mean 'demo'?"),
-        ("qqqqqqq", "built-in configs: demo, two-hosts"),
+        ("qqqqqqq", "built-in configs: demo, painter, two-hosts"),
         ("demos.yaml", r"demos.yaml: no such file or folder; did you mean 'demo.yaml'\?"),
         ("nowhere/demo.yaml", "nowhere/demo.yaml: no such file or folder$"),
     ],
