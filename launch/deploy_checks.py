@@ -180,6 +180,10 @@ def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
             )
         if engine.kv_at is not KvAt.PREFILL:
             yield Finding(f"{path}.engine.kv_at", "with `task: encode` there is only the prefill; take one away")
+        if engine.native:
+            yield Finding(
+                f"{path}.engine.native", "with `task: encode` there are no answers to compute in C; take one away"
+            )
     if engine.kv_at is KvAt.TOKEN and engine.kv_token is None:
         yield Finding(f"{path}.engine.kv_token", "missing; `kv_at: token` needs the token, such as <|im_end|>", True)
     if engine.kv_at is not KvAt.TOKEN and engine.kv_token is not None:

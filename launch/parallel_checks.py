@@ -36,6 +36,8 @@ def _ar_findings(stage: ArStage, path: str) -> Iterator[Finding]:
         yield Finding(f"{path}.engine.pack_weights", "weights that ranks share out cannot be packed; take this away")
     if stage.engine.native:
         yield Finding(f"{path}.engine.native", "nothing is computed in C by several ranks; take this away")
+    if stage.engine.overlap:
+        yield Finding(f"{path}.engine.overlap", "several ranks cannot overlap forwards; take this away")
     if (stage.model.path or "").endswith(".gguf"):
         yield Finding(
             f"{path}.parallel.tensor", "a GGUF file cannot be shared out; use a checkpoint folder, or take this away"

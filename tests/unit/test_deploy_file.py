@@ -834,6 +834,7 @@ def test_reading_a_deploy_imports_no_model_library() -> None:
         ("{hidden_skip: 3, hidden_tokens: last}", "engine.hidden_skip: means nothing with `hidden_tokens: last`"),
         ("{task: encode}", "output: with `task: encode` the stage writes no text"),
         ("{task: encode, kv_at: end}", "engine.kv_at: with `task: encode` there is only the prefill"),
+        ("{task: encode, native: true}", "engine.native: with `task: encode` there are no answers to compute in C"),
         ("{hidden_layers: []}", "hidden_layers"),
         ("{task: embed}", "task"),
     ],

@@ -95,6 +95,11 @@ MISTAKES = {
         (CPUS, "parallel: {tensor: 2}", "engine: {native: true}"),
         "demo.yaml:9: stages.thinker.engine.native: nothing is computed in C by several ranks",
     ),
+    "overlapped forwards": (
+        AR,
+        (CPUS, "parallel: {tensor: 2}", "engine: {overlap: true}"),
+        "demo.yaml:9: stages.thinker.engine.overlap: several ranks cannot overlap forwards",
+    ),
     "adapters": (
         DIFFUSION,
         (CPUS, "parallel: {context: {ulysses: 2}}", "engine: {loras: {ink: adapters/ink}}"),
