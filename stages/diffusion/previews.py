@@ -34,11 +34,14 @@ class Previews:
         self._able = bool(able)
         self._every = every
         self._waiting: dict[RequestId, tuple[PaintRequest, Step]] = {}
+        self._without: set[RequestId] = set()  # requests of which a preview has failed
         self._drew = False
 
     def step_done(self, request: PaintRequest, step: Step) -> None:
         """The last step is the picture itself, so it has no preview."""
-        if self._able and step.step < step.total and self._wanted(request.params.previews, step):
+        if not self._able or request.job.request in self._without:
+            return
+        if step.step < step.total and self._wanted(request.params.previews, step):
             self._waiting[request.job.request] = (request, step)
 
     def _wanted(self, count: int | None, step: Step) -> bool:
@@ -50,6 +53,7 @@ class Previews:
 
     def forget(self, request: RequestId) -> None:
         self._waiting.pop(request, None)
+        self._without.discard(request)
 
     def due(self) -> bool:
         """Whether the next unit of work is a preview: never two in a row."""
@@ -64,9 +68,8 @@ class Previews:
             with torch.inference_mode():
                 pictures = draw_small(step.latents, request, self._painter)
         except Exception as error:  # noqa: BLE001 - a fault boundary: a request must not fail for want of a preview
-            log.warning("stage %s: no more previews: %s", self._painter.stage, error)
-            self._able = False
-            self._waiting.clear()
+            log.warning("stage %s: no more previews of request %s: %s", self._painter.stage, name, error)
+            self._without.add(name)
             return []
         if pictures is None:
             return []

@@ -16,7 +16,7 @@ from proto.numpy_tensors import from_wire
 from proto.numpy_tensors import to_wire as numpy_to_wire
 from proto.params import DiffusionParams, Json
 from proto.torch_tensors import to_wire
-from stages.diffusion import library
+from stages.diffusion import library, previews
 from stages.diffusion.engine import DiffusionEngine
 from stages.engine import Emit, Event, Failed, Finished, Job
 from tests.models.tiny_diffusion import build_tiny_ddim, build_tiny_sd
@@ -417,9 +417,9 @@ def test_previews_are_small_pictures_every_so_many_steps(name: str, engines: Loa
     factor, side = (8, 384) if name == "sd" else (4, 256)
     one = job("a", steps=6, width=side, height=side // 2)
     events = drive(engine, {0: one})
-    previews = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
-    assert [event.part.step for event in previews] == [2, 4]
-    for event in previews:
+    drawn = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
+    assert [event.part.step for event in drawn] == [2, 4]
+    for event in drawn:
         (pixels,) = (from_wire(tensor) for tensor in event.tensors)
         assert (pixels.dtype, pixels.shape) == (np.uint8, (1, 16 * factor, 32 * factor, 3))
     assert torch.equal(latents_of(events[-1]), latents_of(alone(engines(name), one)))
@@ -451,8 +451,8 @@ def test_vae_switches_give_the_same_picture(engines: Load) -> None:
 @pytest.mark.parametrize(("count", "steps"), [(0, []), (1, [4]), (2, [3, 6]), (3, [2, 4, 6]), (20, list(range(1, 8)))])
 def test_a_request_says_how_many_previews_it_wants(count: int, steps: list[int], engines: Load) -> None:
     events = drive(engines("sd", preview_every=3), {0: job("a", steps=8, previews=count)})
-    previews = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
-    assert [event.part.step for event in previews] == steps  # type: ignore[union-attr]
+    drawn = [event for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
+    assert [event.part.step for event in drawn] == steps  # type: ignore[union-attr]
 
 
 def test_different_prompts_share_a_language_models_call(engines: Load) -> None:
@@ -462,3 +462,21 @@ def test_different_prompts_share_a_language_models_call(engines: Load) -> None:
     drive(engine, {0: job("a", prompt="a red fox"), 0.1: job("b", prompt="a raw fax")})
     assert stats(engine)["encode_calls"] - before == 1
     assert not engine._runner.alone
+
+
+def test_a_preview_that_fails_is_missed_by_its_own_request_alone(
+    engines: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = previews.draw_small
+
+    def fail_for_a(latents: torch.Tensor, request: Any, painter: Any) -> torch.Tensor | None:
+        if request.job.request == "a":
+            raise RuntimeError("no picture")
+        return real(latents, request, painter)
+
+    monkeypatch.setattr(previews, "draw_small", fail_for_a)
+    engine = engines(preview_every=2)
+    events = drive(engine, {0: job("a", steps=6), 0.1: job("b", steps=6)})
+    drawn = [event.request for event in events if isinstance(event, Emit) and isinstance(event.part, Preview)]
+    assert drawn == ["b", "b"]
+    assert all(isinstance(end, Finished) for end in ends(events).values())
