@@ -174,11 +174,12 @@ def test_a_compiled_denoiser_draws_the_same_within_1e_5(
     assert counters["stats"]["unique_graphs"] > 1  # the one of the trial, and the denoiser's
 
 
-@pytest.mark.parametrize("how", more(Compile.REGIONAL, Compile.FULL))
+@pytest.mark.parametrize(("name", "how"), more(("qwen_image", Compile.REGIONAL), ("flux", Compile.FULL)))
 @pytest.mark.usefixtures("traced_only")
-def test_other_numbers_of_rows_compile_nothing_more(how: Compile, folder: Folder) -> None:
-    engine = load(folder("qwen_image"), compile=how, max_num_seqs=8)
-    one, seen = request(DEEP["qwen_image"], 0, 1), []
+def test_other_numbers_of_rows_compile_nothing_more(name: str, how: Compile, folder: Folder) -> None:
+    """But for whole denoisers that take a list with an entry a row, as Qwen-Image's `img_shapes`."""
+    engine = load(folder(name), compile=how, max_num_seqs=8)
+    one, seen = request(DEEP[name], 0, 1), []
     for count in (1, 2, 3, 4, 7):
         for number in range(count):
             engine.submit(replace(one, request=RequestId(f"r{number}")))
