@@ -111,6 +111,12 @@ def forwards(made: DiffusionEngine) -> int:
     return made.call("stats", {})["forwards"]
 
 
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """But for rounding, which is of the size of the largest value."""
+    error = float((found - expected).abs().max() / expected.abs().max())
+    assert error <= 1e-4, error
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixed_batch_gives_each_request_its_own_adapter_at_its_own_scale(
     case: Callable[[str], Case], family: str
@@ -121,7 +127,7 @@ def test_a_mixed_batch_gives_each_request_its_own_adapter_at_its_own_scale(
     found = run(one.engine, *jobs)
     assert forwards(one.engine) - before == 5 * 3  # base, A, A at half, B, B at nothing: three steps of each
     for mine, asked in zip(found, jobs, strict=True):
-        torch.testing.assert_close(mine, one.alone(asked), atol=1e-4, rtol=1e-4)
+        check_equal(mine, one.alone(asked))
     assert len({tensor.numpy().tobytes() for tensor in found}) == len(jobs)
     half, whole = run(one.engine, job(9, "A", 0.5))[0], run(one.engine, job(9, "A"))[0]
     assert float((half - whole).abs().max()) > 1e-2
@@ -145,7 +151,7 @@ def test_a_text_encoder_adapter_is_part_of_the_prompt_caches_key(case: Callable[
     one.engine.call("clear_cache", {})
     jobs = [job(1), job(2, "A"), job(3, "B"), job(4, "B", 0.5)]  # A leaves the text encoder as it is
     for asked in jobs:
-        torch.testing.assert_close(run(one.engine, asked)[0], one.alone(asked), atol=1e-4, rtol=1e-4)
+        check_equal(run(one.engine, asked)[0], one.alone(asked))
     assert (
         one.engine.call("stats", {})["prompts_kept"] == 2 * 3
     )  # the prompt and the negative one: base and A, B, B at half
@@ -165,8 +171,8 @@ def test_an_adapter_is_loaded_while_others_are_drawn_and_changes_nothing_of_thei
     while made.has_work:
         events += made.step()
     ends = {event.request: from_wire(event.tensors[0]) for event in events if isinstance(event, Finished)}
-    torch.testing.assert_close(ends[RequestId("r1")], one.alone(asked), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ends[RequestId("r2")], one.alone(job(2, "A")), atol=1e-4, rtol=1e-4)
+    check_equal(ends[RequestId("r1")], one.alone(asked))
+    check_equal(ends[RequestId("r2")], one.alone(job(2, "A")))
     made.close()
 
 
@@ -186,9 +192,9 @@ def test_an_adapter_in_use_is_not_unloaded_and_one_that_was_is_unknown(case: Cal
         made.submit(job(3, "A"))
     assert unknown.value.info.field == "lora"
     for asked in (job(4), job(5, "B")):
-        torch.testing.assert_close(run(made, asked)[0], one.alone(asked), atol=1e-4, rtol=1e-4)
+        check_equal(run(made, asked)[0], one.alone(asked))
     made.call("load_lora", {"name": "A", "path": str(one.paths["B"])})  # the name again, with other weights
-    torch.testing.assert_close(run(made, job(6, "A"))[0], one.alone(job(6, "B")), atol=1e-4, rtol=1e-4)
+    check_equal(run(made, job(6, "A"))[0], one.alone(job(6, "B")))
     made.close()
 
 
@@ -241,9 +247,9 @@ def test_a_load_that_fails_halfway_is_taken_back(case: Callable[[str], Case], mo
     assert set(made.call("list_loras", {})["loras"]) == {"A"}
     assert not [name for name, _ in made._loaded().pipe.unet.named_parameters() if "omni2" in name]
     for asked in (job(1), job(2, "A")):
-        torch.testing.assert_close(run(made, asked)[0], one.alone(asked), atol=1e-4, rtol=1e-4)
+        check_equal(run(made, asked)[0], one.alone(asked))
     made.call("load_lora", {"name": "B", "path": str(one.paths["B"])})
-    torch.testing.assert_close(run(made, job(3, "B"))[0], one.alone(job(3, "B")), atol=1e-4, rtol=1e-4)
+    check_equal(run(made, job(3, "B"))[0], one.alone(job(3, "B")))
     made.close()
 
 
