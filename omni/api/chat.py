@@ -25,11 +25,10 @@ from omni.api.lifetime import Events, Lifetime, while_connected
 from omni.api.messages import to_message, tools_of
 from omni.api.params import Spelling, caller_spelling, one_of, per_stage
 from omni.api.requests import HEADER, Requests
-from omni.api.sse import OwnedStream, line
+from omni.api.sse import line, open_stream
 from omni.outputs import RequestEvent, RequestOutput, StageDone, StagePaused, StageUpdated, TextDelta, TextOutput
 from omni.pipeline import Pipeline
 from omni.request import GenerateRequest
-from omni.running import RunningRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError, StageFailed
 from proto.ids import StageName
@@ -69,7 +68,9 @@ class Chat:
         call = self._check(data, self._requests.new_id(http, "chatcmpl"))
         events = self._pipeline.generate(call.request)
         if call.stream:
-            return await self._stream(http, call, events)
+            first = functools.partial(self._first_text, call.stage, events)
+            lines = functools.partial(self._lines, call, events=events)
+            return await open_stream(http, self._requests, call.id, call.spelling, events, first, lines)
         with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))
         done = _done(output, call.stage)
@@ -123,18 +124,6 @@ class Chat:
             return []
         text = _answers(_done(output, call.stage))[0].text
         return await draw(call.drawing, output, text, self._pipeline, self._lifetime)
-
-    async def _stream(self, http: Request, call: ChatCall, events: RunningRequest) -> Response:
-        try:
-            self._requests.add(call.id, events)
-            with caller_spelling(call.spelling):
-                first = await while_connected(http, self._first_text(call.stage, events))
-        except BaseException:
-            self._requests.remove(call.id, events)
-            await events.aclose()
-            raise
-        over = functools.partial(self._requests.remove, call.id, events)
-        return OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
 
     async def _first_text(self, stage: StageName, events: Events) -> RequestEvent:
         while True:

@@ -26,13 +26,12 @@ from omni.api.drawing import PREFIX, DrawCall, Drawing
 from omni.api.errors import error_answer, log_bug
 from omni.api.lifetime import Events, Lifetime, while_connected
 from omni.api.params import caller_spelling
-from omni.api.requests import HEADER, Requests
-from omni.api.sse import OwnedStream, line
+from omni.api.requests import Requests
+from omni.api.sse import line, open_stream
 from omni.api.uploads import Body, read_body
 from omni.encoding import check_form
 from omni.outputs import RequestEvent, RequestOutput, StagePartial, StagePreview
 from omni.pipeline import Pipeline
-from omni.running import RunningRequest
 from proto.deploy import Kind
 from proto.errors import InvalidRequest, OmniError
 
@@ -109,22 +108,14 @@ class Images:
     async def _run(self, http: Request, call: DrawCall) -> Response:
         events = self._pipeline.generate(call.request)
         if call.stream:
-            return await self._stream(http, call, events)
+            first, lines = (
+                functools.partial(self._next, call, events),
+                functools.partial(self._lines, call, events=events),
+            )
+            return await open_stream(http, self._requests, call.id, call.spelling, events, first, lines)
         with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))
         return await asyncio.to_thread(answers.answer, call, output)
-
-    async def _stream(self, http: Request, call: DrawCall, events: RunningRequest) -> Response:
-        self._requests.add(call.id, events)
-        try:
-            with caller_spelling(call.spelling):
-                first = await while_connected(http, self._next(call, events))
-        except BaseException:
-            self._requests.remove(call.id, events)
-            await events.aclose()
-            raise
-        over = functools.partial(self._requests.remove, call.id, events)
-        return OwnedStream(self._lines(call, first, events), events, over, headers={HEADER: call.id})
 
     async def _next(self, call: DrawCall, events: Events) -> RequestEvent:
         """The next event that the caller is told of."""

@@ -1,13 +1,19 @@
 """Server-sent events of requests at work."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Final
 
 from sse_starlette import EventSourceResponse
+from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from omni.api.lifetime import Events
+from omni.api.lifetime import Events, while_connected
+from omni.api.params import Spelling, caller_spelling
+from omni.api.requests import HEADER, Requests
+from omni.outputs import RequestEvent
+from omni.running import RunningRequest
 
 
 class OwnedStream(EventSourceResponse):
@@ -37,6 +43,28 @@ class OwnedStream(EventSourceResponse):
         """Nothing to listen for: `Lifetime` ends the stream. The library's own way wakes twice a second for ever, and
         obeys the signal handlers of other servers in the process."""
         await asyncio.Event().wait()
+
+
+async def open_stream(
+    http: Request,
+    requests: Requests,
+    name: str,
+    spelling: Spelling,
+    events: RunningRequest,
+    first: Callable[[], Coroutine[None, None, RequestEvent]],
+    lines: Callable[[RequestEvent], AsyncGenerator[bytes, None]],
+) -> OwnedStream:
+    """A stream that begins with the event that `first` waits for: until it is there, an error still has its own status. The
+    request can be found by `name` while the stream lasts. Raises what the request ended with before it."""
+    try:
+        requests.add(name, events)
+        with caller_spelling(spelling):
+            event = await while_connected(http, first())
+    except BaseException:
+        requests.remove(name, events)
+        await events.aclose()
+        raise
+    return OwnedStream(lines(event), events, functools.partial(requests.remove, name, events), headers={HEADER: name})
 
 
 def line(data: bytes, event: str | None = None) -> bytes:

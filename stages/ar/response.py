@@ -170,10 +170,6 @@ class ResponseForms:
         special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
         self.kept = frozenset(int(one) for text, one in special if text in written)
 
-    @property
-    def parsed(self) -> bool:
-        return self._form is not None
-
     def response(self, prompt: str, opening: str, tools: Sequence[Mapping[str, Json]]) -> Response:
         """For the answer to a prompt that the chat template wrote, of which `opening` begins the answer."""
         if self._form is None:
