@@ -5,6 +5,7 @@ error it is; which HTTP status that becomes is decided in one place, `omni.api.e
 """
 
 import enum
+from typing import Self
 
 import msgspec
 
@@ -50,6 +51,13 @@ class OmniError(Exception):
     ) -> None:
         super().__init__(message)
         self.info = ErrorInfo(self.code, message, stage, field, retry_after_s)
+
+    def at_stage(self, stage: str) -> Self:
+        """The same error, with the stage's name in front."""
+        message = f"stage {stage}: {self.info.message}"
+        named = type(self)(message)
+        named.info = msgspec.structs.replace(self.info, message=message, stage=stage)
+        return named
 
 
 class InvalidRequest(OmniError):

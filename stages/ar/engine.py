@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 
-import msgspec
 import torch
 
 from proto.calls import Method, NoArgs
@@ -93,7 +92,7 @@ class ArEngine:
         try:
             self._resting.ask(here, event, change)
         except InvalidRequest as error:
-            raise self._named(error) from error
+            raise error.at_stage(self._loaded.stage) from error
 
     def submit(self, job: Job) -> None:
         """Queue a job. Raises `InvalidRequest` naming the field if it cannot run, now or ever."""
@@ -103,7 +102,7 @@ class ArEngine:
         try:
             self._loaded.scheduler.add(sequence.track)
         except OmniError as error:
-            raise self._named(error) from error
+            raise error.at_stage(self._loaded.stage) from error
         self._enter(sequence)
 
     def _enter(self, sequence: Sequence) -> None:
@@ -372,7 +371,7 @@ class ArEngine:
         """Its pages are wiped: whatever is not a number there must not reach the next who gets them."""
         stage = self._loaded.stage
         if isinstance(error, OmniError):
-            info = self._named(error).info
+            info = error.at_stage(stage).info
         else:
             info = StageFailed(
                 f"stage {stage} failed on this request: {type(error).__name__}: {error}", stage=stage
@@ -391,11 +390,3 @@ class ArEngine:
         self._loaded.scheduler.remove(sequence.track)
         self._loaded.runner.forget(sequence.track)
         del self._sequences[sequence.track.request]
-
-    def _named(self, error: OmniError) -> OmniError:
-        """With the stage's name in front."""
-        stage = self._loaded.stage
-        message = f"stage {stage}: {error.info.message}"
-        named = type(error)(message, stage=stage, field=error.info.field)
-        named.info = msgspec.structs.replace(error.info, message=message, stage=stage)
-        return named

@@ -68,8 +68,7 @@ class Intake:
         try:
             return self._sequence(job)
         except OmniError as error:
-            info = error.info
-            raise type(error)(f"stage {self._stage}: {info.message}", stage=self._stage, field=info.field) from error
+            raise error.at_stage(self._stage) from error
 
     def named(self, token: int, chances: Logprobs) -> TokenLogprobs:
         """With the tokens' texts in place of their ids."""

@@ -122,7 +122,7 @@ class VllmEngine:
         try:
             request, ask = self._asked(job)
         except OmniError as error:
-            raise self._named(error) from error
+            raise error.at_stage(self._stage) from error
         self._requests[job.request] = request
         self._by_key[request.key] = job.request
         self._peer.ask(ask)
@@ -229,11 +229,6 @@ class VllmEngine:
         request = self._requests.pop(name)
         del self._by_key[request.key]
         return request
-
-    def _named(self, error: OmniError) -> OmniError:
-        """With the stage's name in front."""
-        message = f"stage {self._stage}: {error.info.message}"
-        return type(error)(message, stage=self._stage, field=error.info.field)
 
 
 def _arguments(path: str, spec: ArStage) -> dict[str, object]:
