@@ -71,6 +71,16 @@ class Witness(FakeDiffusion):
         return Finished(job.request, finished.outputs, [WireTensor(ref, picture)])
 
 
+class HeldInStep(Witness):
+    """Makes the file `options.inside` when a step begins, and ends no step before there is a file `options.gate`."""
+
+    def step(self) -> list[Event]:
+        Path(str(self._options["inside"])).touch()
+        while not Path(str(self._options["gate"])).exists():
+            self._idle.wait(0.01)
+        return super().step()
+
+
 class Picky(FakeAr):
     """Says in its info that of all params it takes `max_tokens` alone."""
 

@@ -1,6 +1,7 @@
 """A master made of two plain sockets and the wire's own messages, in the test's hands. It answers nothing by itself."""
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
@@ -20,13 +21,16 @@ from proto.messages import (
     Ready,
     Submit,
     Text,
+    Value,
     Welcome,
 )
-from proto.params import SamplingParams
+from proto.params import Params, SamplingParams
 from proto.sockets import endpoint_of, split_endpoint
+from proto.tensors import WireTensor
 
 PATIENCE_S: Final = 60.0
 EPOCH: Final = Epoch(1)
+REQUEST: Final = RequestId("r")
 
 C = TypeVar("C", bound=ControlUp)
 D = TypeVar("D", bound=DataUp)
@@ -69,15 +73,23 @@ class RawMaster:
         self.send(Attached(epoch=EPOCH))
         self.heard(Ready)
 
-    def submit(self, prompt: str) -> None:
-        inputs = {"prompt": Text(text=prompt)}
-        self.send(Submit(request=RequestId("r"), epoch=EPOCH, inputs=inputs, params=SamplingParams(), emit=("text",)))
+    def submit(
+        self,
+        prompt: str,
+        request: RequestId = REQUEST,
+        params: Params | None = None,
+        emit: str = "text",
+        **inputs: Value,
+    ) -> None:
+        """Language models' params, if none are given."""
+        values: dict[str, Value] = {"prompt": Text(text=prompt), **inputs}
+        self.send(Submit(request=request, epoch=EPOCH, inputs=values, params=params or SamplingParams(), emit=(emit,)))
 
     def tell(self, message: ControlDown) -> None:
         self._control.send_multipart([self._control_peer, *CONTROL_DOWN.encode(message)])
 
-    def send(self, message: DataDown) -> None:
-        self._data.send_multipart([self._data_peer, *DATA_DOWN.encode(message)])
+    def send(self, message: DataDown, tensors: Sequence[WireTensor] = ()) -> None:
+        self._data.send_multipart([self._data_peer, *DATA_DOWN.encode(message, tensors)])
 
     def heard(self, kind: type[C]) -> C:
         """The next control message of that kind; others are passed over."""
@@ -88,10 +100,10 @@ class RawMaster:
                 return message
 
     def got(self, kind: type[D]) -> D:
-        """The next data message of that kind; others are passed over."""
+        """The next data message of that kind; others are passed over. Its tensors are in `tensors`."""
         while True:
             self._data_peer, *frames = _receive(self._data)
-            message, _ = DATA_UP.decode(frames)
+            message, self.tensors = DATA_UP.decode(frames)
             if isinstance(message, kind):
                 return message
 
