@@ -204,12 +204,16 @@ class DiffusionParallelSpec(_Section, frozen=True):
 
 
 class PromptSpec(_Section, frozen=True):
-    """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched, but see `caption`."""
+    """Words put around a plain prompt before the AR stage sees it. Chat messages are never touched, but see `caption`.
+
+    `caption` and `caption_examples` are for chats that ask for an image too and have no system message of their own.
+    """
 
     chat: bool = True  # a plain prompt goes through the tokenizer's chat template; false: `template` is all there is
     system: str | None = None  # system message of a plain prompt
     template: str = "{prompt}"  # {prompt} stands for what came in
-    caption: str | None = None  # system message of a chat that asks for an image too, where it has none of its own
+    caption: str | None = None  # their system message
+    caption_examples: dict[str, str] = {}  # turns before theirs: what a user says, and the caption for it
 
 
 class LoraSpec(_Section, frozen=True):

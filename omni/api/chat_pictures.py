@@ -60,12 +60,15 @@ def drawing_for(body: bodies.ChatBody, writer: StageName, catalog: Catalog, rout
 def instructed(
     messages: tuple[ChatMessage, ...], pipeline: Pipeline, drawing: Drawing | None
 ) -> tuple[ChatMessage, ...]:
-    """The messages, with the deploy's `prompt.caption` in front of a chat that has no system message of its own."""
+    """The messages, behind the deploy's `prompt.caption` and its examples if they have no system message of their own."""
     spec = pipeline.deploy.stages[drawing.writer] if drawing is not None else None
-    caption = spec.prompt.caption if isinstance(spec, ArStage) else None
-    if caption is None or any(message.role == "system" for message in messages):
+    if not isinstance(spec, ArStage) or any(message.role == "system" for message in messages):
         return messages
-    return (ChatMessage("system", caption), *messages)
+    caption = spec.prompt.caption
+    before = [] if caption is None else [ChatMessage("system", caption)]
+    for said, answer in spec.prompt.caption_examples.items():
+        before += [ChatMessage("user", said), ChatMessage("assistant", answer)]
+    return (*before, *messages)
 
 
 async def draw(

@@ -1,7 +1,7 @@
 """A painter made on the spot: a StableDiffusion pipeline of real diffusers classes, a few hundred thousand random weights.
 
-Its pictures are noise, but noise of its prompt: another prompt, seed or guidance gives another picture. It stands in
-where a trained checkpoint of the same form will, so it is saved as any pipeline folder is. No network, same weights always.
+Its pictures are noise, but noise of its prompt: another prompt, seed or guidance gives another picture. For trying a deploy
+whose stages speak in text before there are checkpoints. No network, same weights always.
 """
 
 from pathlib import Path

@@ -16,6 +16,7 @@ from tests.api.fake_pipeline import PAINTER, TEXT, THINKER, Server, only, servin
 BOTH = ["text", "image"]
 HELLO = [{"role": "user", "content": "something red"}]
 CAPTION = "Answer with a caption."
+EXAMPLES = {"a boat, please": "a boat", "draw me a fox": "a fox"}
 
 
 def over_kv() -> Deploy:
@@ -26,7 +27,7 @@ def over_kv() -> Deploy:
     painter = msgspec.structs.replace(
         deploy.stages["painter"], inputs={"kv": Link(source="thinker.kv", companion="negative_prompt")}
     )
-    thinker = msgspec.structs.replace(thinker, prompt=PromptSpec(caption=CAPTION))
+    thinker = msgspec.structs.replace(thinker, prompt=PromptSpec(caption=CAPTION, caption_examples=EXAMPLES))
     return msgspec.structs.replace(deploy, stages={"thinker": thinker, "painter": painter})
 
 
@@ -68,13 +69,15 @@ def test_a_caption_becomes_the_prompt_of_a_painter_that_reads_keys_and_values(kv
     assert (second.prompt, second.outputs, second.params) == (TEXT, (PAINTER,), {PAINTER: {"seed": 5}})
 
 
-def test_the_deploys_instruction_goes_before_a_chat_that_has_none_of_its_own(kv_server: Server) -> None:
+def test_the_deploys_instruction_and_examples_go_before_a_chat_that_has_none_of_its_own(kv_server: Server) -> None:
     ask(kv_server)
     ask(kv_server, messages=[{"role": "system", "content": "Be brief."}, *HELLO])
     ask(kv_server, modalities=["text"])
     chats = [request.messages for request in kv_server.call(lambda pipeline: pipeline.seen) if request.messages]
-    systems = [[one.content for one in chat if one.role == "system"] for chat in chats]
-    assert systems == [[CAPTION], ["Be brief."], []]
+    said = [[(one.role, one.content) for one in chat] for chat in chats]
+    hello = ("user", HELLO[0]["content"])
+    turns = [turn for pair in EXAMPLES.items() for turn in zip(("user", "assistant"), pair, strict=True)]
+    assert said == [[("system", CAPTION), *turns, hello], [("system", "Be brief."), hello], [hello]]
 
 
 def test_a_stream_says_the_words_first_and_then_shows_the_picture(kv_server: Server) -> None:

@@ -30,6 +30,7 @@ from tests.painter.held_out import (
 )
 
 TOGETHER = 8
+LEAST = 300
 
 
 def main() -> None:
@@ -43,6 +44,8 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="write the shares there too, as measured.json of a card")
     parser.add_argument("--quick", action="store_true", help="a few captions, one round")
     given = parser.parse_args()
+    if given.write is not None and (given.quick or given.count < LEAST):
+        parser.error(f"a card's figures are of {LEAST} captions at least")
     folder = resolve_model(given.folder, lambda note, done: None)
     pipe = PainterPipeline.from_pretrained(folder, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)

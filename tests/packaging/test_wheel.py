@@ -97,6 +97,16 @@ def test_the_wheel_holds_every_source_file_and_config(names: list[str]) -> None:
     assert "omni/py.typed" in names
 
 
+def test_the_wheel_holds_the_painters_weights_and_their_card(wheel: Path, names: list[str]) -> None:
+    folder = "stages/diffusion/painter/weights"
+    theirs = {name for name in source_files() if name.startswith(f"{folder}/")}
+    assert {name for name in names if name.startswith(f"{folder}/")} == theirs
+    assert f"{folder}/transformer/diffusion_pytorch_model.safetensors" in theirs
+    with zipfile.ZipFile(wheel) as archive:
+        assert b"license: apache-2.0" in archive.read(f"{folder}/README.md")
+        assert sum(archive.getinfo(name).file_size for name in theirs) < 25_000_000
+
+
 def test_names_that_others_own_get_no_init(names: list[str]) -> None:
     assert not {f"{package}/__init__.py" for package in ("launch", "proto", "stages")} & set(names)
 

@@ -1,4 +1,4 @@
-"""Says what is in a picture: flat things on a flat background, by colour and by outline. numpy only; it knows no model.
+"""Says what is in a picture: flat things on a flat background, by colour and by outline. numpy (and Pillow, to stretch); it knows no model.
 
 Things are found by their colour: pixels nearer to it than to any other of the palette, in connected pieces that are more
 than an edge. A thing's outline is compared with shapes that are given here as formulas, and with characters as a font has
@@ -22,6 +22,9 @@ Pixels = np.ndarray
 GRID: Final = 48
 LEAST_AREA: Final = 14
 LEAST_COVER: Final = 0.6
+FAR: Final = 10.0
+"""How far a thing may be from its place in pixels, up or down, left or right; places of captions are 14 apart."""
+
 NEAR: Final = 95.0
 """How far from its colour a pixel may be, in RGB."""
 
@@ -41,16 +44,18 @@ class Found:
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """`things` says of each thing of the caption whether it is there, in colour and shape; `relation` is None where the
-    caption has no two things. `extra` counts further things."""
+    caption has no two things, and else says whether the largest things of their colours stand so, of whatever shape; `places`
+    says whether each thing that is there is about where the layout has it. `extra` counts further things."""
 
     background: bool
     things: tuple[bool, ...]
     relation: bool | None
+    places: bool
     extra: int
 
     @property
     def all_right(self) -> bool:
-        return self.background and all(self.things) and self.relation is not False and not self.extra
+        return self.background and all(self.things) and self.relation is not False and self.places and not self.extra
 
 
 def judge(picture: Pixels, caption: Caption) -> Verdict:
@@ -71,7 +76,11 @@ def judge(picture: Pixels, caption: Caption) -> Verdict:
     if caption.relation is not None:
         relation = _holds(caption.relation, caption.layout.things[0].colour, caption.layout.things[1].colour, found)
     verdicts = tuple(one is not None for one in matched)
-    return Verdict(behind == caption.layout.background, verdicts, relation, len(left) if all(verdicts) else 0)
+    places = all(
+        one is None or max(abs(one.x - x * picture.shape[1]), abs(one.y - y * picture.shape[0])) < FAR
+        for one, (x, y) in zip(matched, caption.layout.centres, strict=True)
+    )
+    return Verdict(behind == caption.layout.background, verdicts, relation, places, len(left) if all(verdicts) else 0)
 
 
 def _looks(picture: Pixels, behind: str, one: Found, character: bool) -> str:
@@ -158,7 +167,7 @@ def _grown(mask: np.ndarray) -> np.ndarray:
 
 
 def _core(piece: np.ndarray) -> bool:
-    """Whether some pixel has the piece on three sides at least: a blended edge is one pixel wide."""
+    """Whether three pixels at least have the piece on all four sides: a blended edge is one pixel wide."""
     padded = np.pad(piece, 1).astype(int)
     sides = padded[:-2, 1:-1] + padded[2:, 1:-1] + padded[1:-1, :-2] + padded[1:-1, 2:]
     return bool((piece & (sides == 4)).sum() >= 3)

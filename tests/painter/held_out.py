@@ -27,7 +27,8 @@ Control = Callable[[Sequence[Cached]], Sequence[Cached]]
 @dataclass(frozen=True)
 class Scores:
     """Shares of what is right. `one` and `two`: of things in captions with so many, in colour and shape; `relation`: of pairs
-    that are where the caption says; `background`: of all; `whole`: of pictures in which everything is right."""
+    that are where the caption says; `background`: of all; `whole`: of pictures in which everything is right,
+    places included, and nothing is too much."""
 
     one: float
     two: float
@@ -44,7 +45,7 @@ class Scores:
 
 
 def held_out_captions(count: int, seed: int = 0, kinds: Sequence[str] = ("one", "two")) -> list[Caption]:
-    """`count` captions with something held out from training, the kinds in turn."""
+    """`count` captions, the kinds in turn; of one, two or three things always with something held out from training."""
     source = Captions(Split.TEST, seed)
     return [source.draw(kinds[n % len(kinds)]) for n in range(count)]
 

@@ -15,11 +15,7 @@ COUNT = 64
 MEASURED: Path = SHIPPED["painter"] / "measured.json"
 """What `tests.bench.bench_painter --write` found with many more captions."""
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not MEASURED.exists(), reason="the package holds no trained weights of the painter"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +36,12 @@ def own(engine: DiffusionEngine, thinker: Thinker) -> Scores:
 
 
 def test_held_out_captions_are_drawn_as_well_as_the_card_says(own: Scores) -> None:
-    """Three standard errors of so small a sample are allowed for."""
+    """Three standard errors of so small a sample are allowed for, and two things at least."""
     card = json.loads(MEASURED.read_text())
     counts = {"one": COUNT // 2, "two": COUNT, "relation": COUNT // 2, "background": COUNT}
     for name, count in counts.items():
         share = card[name]
-        assert getattr(own, name) >= share - 3 * (share * (1 - share) / count) ** 0.5, name
+        assert getattr(own, name) >= share - max(3 * (share * (1 - share) / count) ** 0.5, 2 / count), name
 
 
 @pytest.mark.parametrize("control", [of_another_caption, zeroed])

@@ -148,7 +148,7 @@ def test_prompts_of_different_lengths_share_steps_and_draw_what_each_draws_alone
 ) -> None:
     before = forwards(engine)
     events = ends(drive(engine, {n: job(thinker, n, guidance=(3.0, 1.0, 5.0, 3.0)[n]) for n in range(4)}))
-    assert forwards(engine) - before < 4 * STEPS
+    assert forwards(engine) - before <= STEPS + 4  # all four together, but for those that joined a step later
     for n in range(4):
         alone = pipe(
             thinker.cached(PROMPTS[n]),

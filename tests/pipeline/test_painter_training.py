@@ -1,6 +1,9 @@
 """Training a painter: it learns, shows what it does, and goes on where it was stopped."""
 
+import signal
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from rich.console import Console
 from stages.diffusion.painter.pipeline import PainterPipeline
 from stages.diffusion.painter.train import Settings, run
 from tests.models.tiny_ar import build_tiny_llama
+from tests.pipeline.harness import Process, until
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +50,15 @@ def test_training_shows_itself_and_goes_on_where_it_was(settings: Settings) -> N
     for name in ("loss.png", "samples.png"):
         Image.open(settings.out / name).verify()
     assert len((settings.out / "loss.csv").read_text().splitlines()) == 30
+    run(settings, Console(quiet=True))  # has nothing to do, and keeps all it has read
+    again = state(settings)
+    for kept in (
+        lambda s: s["model"],
+        lambda s: s["average"],
+        lambda s: s["muon"]["state"],
+        lambda s: s["adam"]["state"],
+    ):
+        torch.testing.assert_close(kept(again), kept(first), rtol=0, atol=0)
     run(replace(settings, steps=33), Console(quiet=True))
     second = state(settings)
     assert second["step"] == 33
@@ -58,3 +71,27 @@ def test_training_may_begin_with_the_weights_of_another(settings: Settings) -> N
     run(begun, Console(quiet=True))
     models = [PainterPipeline.from_pretrained(one).transformer for one in (weights, begun.out / "weights")]
     assert all(torch.equal(a, b) for a, b in zip(*(m.state_dict().values() for m in models), strict=True))
+
+
+def test_the_command_saves_when_it_is_told_to_stop(settings: Settings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    small = ("--batch", "4", "--pool", "16", "--refresh", "4", "--save-seconds", "0", "--threads", "1")
+    command = [sys.executable, "-m", "stages.diffusion.painter.train", "--out", str(out), "--layers", "0", "1", *small]
+    with Process([*command, "--thinker", settings.thinker], tmp_path / "log") as training:
+        until((out / "state.pt").exists, "a first checkpoint")
+        training.signal(signal.SIGTERM)
+        assert training.wait() == 0, training.output
+    saved = torch.load(out / "state.pt", weights_only=True)
+    assert saved["step"] == len(saved["losses"]) == len((out / "loss.csv").read_text().splitlines())
+    Image.open(out / "samples.png").verify()
+    assert PainterPipeline.from_pretrained(out / "weights").transformer.config.kv_layers == [0, 1]
+
+
+@pytest.mark.slow
+def test_compiled_training_loses_what_plain_training_does(settings: Settings) -> None:
+    losses = []
+    for compiled in (False, True):
+        one = replace(settings, out=settings.out.with_name(f"compiled-{compiled}"), steps=4, compiled=compiled)
+        run(one, Console(quiet=True))
+        losses.append(torch.tensor(state(one)["losses"]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=0.02, atol=0.0)

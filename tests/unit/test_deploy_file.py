@@ -11,6 +11,7 @@ from launch import builtin_configs
 from launch.deploy_file import Resolved, load_deploy
 from proto.deploy import DEMO_MODELS, Balance, Deploy, Kind, Link
 from proto.errors import DeployError
+from stages.demo.models import CACHE_BUILDERS, SHIPPED
 
 GOOD = """\
 name: demo
@@ -697,8 +698,9 @@ def test_models_of_other_hosts_and_of_other_engines_are_not_looked_for(tmp_path:
     load(tmp_path, edited("demo://tiny-painter", "/nowhere"), check_paths=False)
 
 
-def test_every_demo_model_has_a_kind() -> None:
+def test_every_demo_model_has_a_kind_and_comes_from_somewhere() -> None:
     assert set(DEMO_MODELS.values()) <= {"ar", "diffusion"}
+    assert set(DEMO_MODELS) == {*CACHE_BUILDERS, *SHIPPED}
 
 
 @pytest.mark.parametrize(
@@ -797,7 +799,7 @@ def test_the_demo_needs_no_files() -> None:
     ("source", "said"),
     [
         ("dmeo", "dmeo: no such file or folder, nor a built-in config; did you mean 'demo'?"),
-        ("qqqqqqq", "built-in configs: demo, painter, two-hosts"),
+        ("qqqqqqq", "built-in configs: demo, two-hosts"),
         ("demos.yaml", r"demos.yaml: no such file or folder; did you mean 'demo.yaml'\?"),
         ("nowhere/demo.yaml", "nowhere/demo.yaml: no such file or folder$"),
     ],

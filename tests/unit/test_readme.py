@@ -108,3 +108,6 @@ def test_links_within_the_readme_lead_somewhere() -> None:
     titles = re.findall(r"^#+ (.+)$", README, re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
     assert not [link for link in re.findall(r"\]\(#([^)]+)\)", README) if link not in anchors]
+    files = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith(("#", "http"))]
+    assert files
+    assert not [link for link in files if not (Path(__file__).resolve().parents[2] / link).exists()]

@@ -1,8 +1,8 @@
 """Captions: many ways to say a scene. Endless and seeded; no model, no torch.
 
 `Captions(split)` gives pairs of a text and the `Layout` that it describes. What is held out from training stands in one
-place, `HELD_OUT_PAIRS` and the phrasings whose number is in `HELD_OUT_FORMS`: the training split never says them, the test
-split always says at least one. Where a caption says nothing: one thing is in the middle, two stand side by side in the
+place, `HELD_OUT_PAIRS` and the phrasings `HELD_OUT_FORMS`, `HELD_OUT_OPENINGS` and `HELD_OUT_BACKGROUNDS`: the training split
+never says them, the test split always says at least one (but for captions of places and of characters). Where a caption says nothing: one thing is in the middle, two stand side by side in the
 order of the caption, and the background is white.
 """
 
@@ -179,6 +179,14 @@ BACKGROUNDS: Final = (
     " in front of {}",
     " with a {} background",
     ", the background is {}",
+    " on a {} backdrop",
+    " over a {} background",
+    " with a backdrop of {}",
+    ", with {} behind it",
+    " with everything else {}",
+    ", {} all around",
+    " set against {}",
+    ", the rest is {}",
 )
 HELD_OUT_BACKGROUNDS: Final = (" over a {} backdrop", ", everything behind is {}")
 HELD_OUT_FORMS: Final = frozenset(
@@ -190,7 +198,11 @@ HELD_OUT_FORMS: Final = frozenset(
     }
 )  # fmt: skip
 
-_KINDS: Final = (("one", 0.36), ("placed", 0.12), ("character", 0.14), ("two", 0.30), ("three", 0.08))
+_KINDS: Final[dict[str, float]] = {"one": 0.32, "placed": 0.11, "character": 0.23, "two": 0.27, "three": 0.07}
+"""The share of each kind of caption."""
+
+_COLOUR_LAST: Final = {"one": 0.06, "placed": 0.06, "character": 0.3}
+"""How often such a caption says "a star in red"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +225,7 @@ class Captions:
     def draw(self, kind: str | None = None) -> Caption:
         """The next caption, of the given kind if one is given."""
         if kind is None:
-            kind = self._rng.choices([name for name, _ in _KINDS], [share for _, share in _KINDS])[0]
+            kind = self._rng.choices(list(_KINDS), list(_KINDS.values()))[0]
         while True:
             caption, held_out = self._attempt(kind)
             if held_out == self._held_out or (self._held_out and kind in ("placed", "character")):
@@ -226,7 +238,7 @@ class Captions:
         count = {"two": 2, "three": 3}.get(kind, 1)
         things = self._things(count, background, characters=kind == "character", sized=kind != "three")
         held_out = any((one.colour, one.shape) in HELD_OUT_PAIRS for one in things)
-        words = [self._words(one) for one in things]
+        words = [self._words(one, colour_last=rng.random() < _COLOUR_LAST.get(kind, 0.0)) for one in things]
         relation = None
         if kind == "two":
             relation = rng.choice(list(Relation))
@@ -279,19 +291,18 @@ class Captions:
             things.append(Thing(colour, rng.choice(CHARACTERS if characters else SHAPES), size))
         return tuple(things)
 
-    def _words(self, thing: Thing) -> str:
+    def _words(self, thing: Thing, *, colour_last: bool) -> str:
         rng = self._rng
         if thing.shape in CHARACTERS:
-            sort = "digit" if thing.shape.isdigit() else "letter"
-            noun = rng.choice(
-                (f"{sort} {thing.shape}", f"{sort} {thing.shape}", f'"{thing.shape}"', f"capital {thing.shape}")
-            )
-            if sort == "digit":
-                noun = rng.choice((f"digit {thing.shape}", f"number {thing.shape}", f'"{thing.shape}"'))
+            sorts = ("digit", "number") if thing.shape.isdigit() else ("letter", "letter", "capital")
+            noun = rng.choice((*(f"{sort} {thing.shape}" for sort in sorts), f'"{thing.shape}"', thing.shape))
         else:
             noun = rng.choice(SHAPE_WORDS[thing.shape])
-        parts = [rng.choice(SIZE_WORDS[thing.size]), rng.choice(COLOUR_WORDS[thing.colour]), noun]
+        size, colour = rng.choice(SIZE_WORDS[thing.size]), rng.choice(COLOUR_WORDS[thing.colour])
+        parts = [size, noun, "in", colour] if colour_last else [size, colour, noun]
         text = " ".join(part for part in parts if part)
+        if colour_last and thing.shape in CHARACTERS:
+            return f"the {text}"
         return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
 
     def _joined(self, said: str, behind: str) -> str:

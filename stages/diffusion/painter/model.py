@@ -158,16 +158,16 @@ class Block(nn.Module):  # type: ignore[misc]
         """`tokens` (B, N, width); `text` (2, B, heads, T, head_dim); `mask` (B, 1, 1, T + N)."""
         parts = shared.unflatten(-1, self.table.shape) + self.table
         shift, scale, gate, shift_up, scale_up, gate_up = parts[:, :, None].unbind(1)
-        seen = self.norm(tokens) * (1 + scale) + shift
+        seen = torch.addcmul(shift, self.norm(tokens), 1 + scale)
         query_key, value = self.to_qkv(seen).unflatten(-1, (3, self.heads, -1)).split((2, 1), dim=2)
         query_key = F.layer_norm(query_key, query_key.shape[-1:]).to(value.dtype)
         query, key = rotated(query_key.permute(2, 0, 3, 1, 4), positions)
         keys = torch.cat([text[0], key], dim=2)
         values = torch.cat([text[1], value[:, :, 0].transpose(1, 2)], dim=2)
         drawn = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        tokens = tokens + gate * self.to_out(drawn.transpose(1, 2).flatten(2))
-        seen = self.norm(tokens) * (1 + scale_up) + shift_up
-        return tokens + gate_up * self.down(F.relu(self.up(seen), inplace=True).square())
+        tokens = torch.addcmul(tokens, gate, self.to_out(drawn.transpose(1, 2).flatten(2)))
+        inner = F.relu(self.up(torch.addcmul(shift_up, self.norm(tokens), 1 + scale_up)), inplace=True)
+        return torch.addcmul(tokens, gate_up, self.down(inner * inner))  # `square` would be a slower power
 
 
 class ConvBlock(nn.Module):  # type: ignore[misc]
@@ -184,7 +184,7 @@ class ConvBlock(nn.Module):  # type: ignore[misc]
     def forward(self, picture: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         inner = self.conv_1(F.silu(self.norm_1(picture)))
         scale, shift = self.time(time)[:, :, None, None].chunk(2, dim=1)
-        return picture + self.conv_2(F.silu(self.norm_2(inner) * (1 + scale) + shift))
+        return picture + self.conv_2(F.silu(torch.addcmul(shift, self.norm_2(inner), 1 + scale)))
 
 
 def rotary_2d(side: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,5 +69,4 @@ class Pool:
         for n in range(rows):
             if self._rng.random() < unconditional:
                 keys[n], values[n], mask[n] = self._empty.keys[0], self._empty.values[0], self._empty.mask[0]
-        longest = int(mask.sum(dim=1).max())
-        return Batch(pictures, TextKV(keys[:, :, :, :longest], values[:, :, :, :longest], mask[:, :longest]))
+        return Batch(pictures, TextKV(keys, values, mask))

@@ -84,7 +84,7 @@ _GROWTH: Final = {Size.SMALL: 0.62, Size.MEDIUM: 1.0, Size.LARGE: 1.4}
 
 
 def place(layout: Layout, rng: random.Random) -> list[Placed]:
-    """Exact places: inside the picture, each at most `jitter` from where the layout has it."""
+    """Exact places: each at most `jitter` from where the layout has it, or as near as it fits into the picture."""
     placed = []
     for thing, (x, y) in zip(layout.things, layout.centres, strict=True):
         radius = layout.radius * _GROWTH[thing.size] * rng.uniform(0.93, 1.07)
