@@ -108,10 +108,8 @@ class Images:
     async def _run(self, http: Request, call: DrawCall) -> Response:
         events = self._pipeline.generate(call.request)
         if call.stream:
-            first, lines = (
-                functools.partial(self._next, call, events),
-                functools.partial(self._lines, call, events=events),
-            )
+            first = functools.partial(self._next, call, events)
+            lines = functools.partial(self._lines, call, events=events)
             return await open_stream(http, self._requests, call.id, call.spelling, events, first, lines)
         with caller_spelling(call.spelling), self._requests.running(call.id, events):
             output = await while_connected(http, self._lifetime.last(events))

@@ -122,7 +122,7 @@ CHANGES: dict[str, tuple[str, Callable[[Layout], Layout]]] = {
         "one",
         lambda layout: replace(
             layout,
-            things=(replace(layout.things[0]), Thing(unused(layout), "circle")),
+            things=(layout.things[0], Thing(unused(layout), "circle")),
             centres=((0.4, 0.4), (0.85, 0.85)),
             radius=8.0,
         ),
