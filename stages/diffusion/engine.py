@@ -71,6 +71,7 @@ class DiffusionEngine:
         """Raises `StartError` if the folder cannot be loaded, or has not what the deploy asks for."""
         assert isinstance(context.spec, DiffusionStage)
         spec = self._spec = context.spec.engine
+        torch.get_num_threads()  # fixes this thread's: fibers change the number that new ones get
         if context.ranks:
             self._group, context = lead(context)
         painter = self._painter = load_painter(context)

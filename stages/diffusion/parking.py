@@ -128,6 +128,12 @@ def install(pipe: DiffusionPipeline, traits: Traits) -> Callable[[], None]:
     return remove
 
 
+def covers(pipe: DiffusionPipeline) -> bool:
+    """Whether each of its modules has a site."""
+    seen = {name for name, _, _ in _forwards(pipe)} | {name for name, _, _, _ in _methods(pipe)}
+    return library.modules(pipe).keys() <= seen
+
+
 def _forwards(pipe: DiffusionPipeline) -> list[tuple[str, torch.nn.Module, Phase]]:
     denoisers = [(name, module, Phase.DENOISE) for name, module in library.denoisers(pipe).items()]
     encoders = [(name, module, Phase.ENCODE) for name, module in library.encoders(pipe).items()]

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from diffusers import DiffusionPipeline
 
 from proto.params import Json
-from stages.diffusion import library
+from stages.diffusion import library, parking
 from stages.diffusion.signature import CallSignature
 from stages.diffusion.traits import Traits
 
@@ -23,6 +23,8 @@ _SEVERAL_IMAGES = (
     *("BriaFiboEdit", "JoyImageEdit", "StableDiffusionAdapter", "VisualCloze"),
 )
 _CHANGES_MODULES = ("PAG", "SAG", "AttendAndExcite", "LEdits", "TextToVideoZero", "Pix2PixZero")
+_COMPUTES_ITSELF = ("AnyFlow", "GlmImage", "Marigold")
+"""Their calls also make large computations that are no module's forward or decode."""
 _DECODERS = ("vae", "vqvae", "movq", "vqgan")
 
 
@@ -34,7 +36,8 @@ class Recipe:
     `traits`: what its modules' arguments are. `exclusive`: it changes its shared modules while it runs, so that no other
     request may be at work meanwhile. `prepare` changes the arguments of a call before it is made; `read` turns what it
     returned (or yielded) into a mapping with `images`, `frames` or `audios`. `appends`: whether partial results are pieces
-    that together are the output, or each takes the place of the one before; None is pieces for video and sound."""
+    that together are the output, or each takes the place of the one before; None is pieces for video and sound.
+    `light_glue`: what its call computes outside of its modules is small."""
 
     media: tuple[str, ...] = ("image",)
     latents: bool = True
@@ -57,6 +60,7 @@ class Recipe:
     prepare: Callable[[dict[str, Json]], dict[str, Json]] | None = None
     read: Callable[[Json], Json] | None = None
     appends: bool | None = None
+    light_glue: bool = False
 
     @property
     def sized_by_image(self) -> bool:
@@ -76,6 +80,7 @@ def _from_signature(pipe: DiffusionPipeline, name: str, signature: CallSignature
     has_decoder = any(part in pipe.components for part in _DECODERS)
     return Recipe(
         exclusive=any(word in name for word in _CHANGES_MODULES),
+        light_glue=_light_glue(pipe, name),
         media=_media(pipe, signature),
         latents=has_decoder and "output_type" in signature and not name.startswith(_NO_LATENTS),
         count=signature.first("num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"),
@@ -89,6 +94,12 @@ def _from_signature(pipe: DiffusionPipeline, name: str, signature: CallSignature
         default_size=_default_size(pipe, signature),
         sample_rate=library.sample_rate(pipe),
     )
+
+
+def _light_glue(pipe: DiffusionPipeline, name: str) -> bool:
+    """Known of the library's pipelines and of our own; code that comes with a model or a plugin may compute anything."""
+    known = type(pipe).__module__.startswith(("diffusers.", "stages."))
+    return known and parking.covers(pipe) and not name.startswith(_COMPUTES_ITSELF)
 
 
 def _media(pipe: DiffusionPipeline, signature: CallSignature) -> tuple[str, ...]:

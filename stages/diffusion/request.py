@@ -119,6 +119,8 @@ class PaintRequest:
 
     def _paint(self, park: Callable[[Call], None]) -> dict[str, Artifact]:
         """The fiber's body."""
+        if self.painter.recipe.light_glue:
+            torch.set_num_threads(1)  # of this thread and those begun later; idle teams of fibers slow the engine's own
         parking.enter(self._parking(park))
         try:
             return self._call_pipeline()

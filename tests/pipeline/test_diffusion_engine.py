@@ -38,6 +38,7 @@ BUILDERS = {
     "wan": tiny_diffusion.build_tiny_wan,
     "dance": tiny_diffusion.build_tiny_dance,
     "ddim": tiny_diffusion.build_tiny_ddim,
+    "stable_audio": build_tiny_stable_audio,
 }
 Engines = Callable[..., DiffusionEngine]
 Stock = Callable[..., DiffusionPipeline]
@@ -480,6 +481,65 @@ def test_waiting_requests_can_be_aborted_and_unknown_ones_do_not_matter(engines:
     assert engine.stats().queued == 2
     ends = {event.request for event in drive(engine) if isinstance(event, Finished)}
     assert ends == {"a", "c"}
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("name", "glue"), [("sd3", 1), ("stable_audio", 2)])
+def test_only_the_engine_computes_with_all_threads_where_all_that_is_heavy_is_its(
+    name: str, glue: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stable Audio's projection model is no site, so its fibers keep all threads."""
+    counts: dict[str, set[int]] = {"model": set(), "glue": set()}
+
+    def watch(owner: type, method: str, what: str) -> None:
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def counting(*args: Json, **kwargs: Json) -> Json:
+            counts[what].add(torch.get_num_threads())
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, counting)
+
+    engine = engines(name)
+    pipe = engine._painter.pipe
+    watch(torch.nn.Linear, "forward", "model")
+    watch(type(pipe.scheduler), "step", "glue")
+    run(engine, job(emit=("audio" if name == "stable_audio" else "image",), num_inference_steps=2))
+    assert counts == {"model": {2}, "glue": {glue}}
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_an_engine_in_a_thread_of_its_own_keeps_its_threads_from_request_to_request(
+    load: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    forward = torch.nn.Linear.forward
+
+    def counting(module: torch.nn.Linear, given: torch.Tensor) -> torch.Tensor:
+        counts.append(torch.get_num_threads())
+        return forward(module, given)
+
+    def serve() -> None:
+        engine = load("sd3")
+        monkeypatch.setattr(torch.nn.Linear, "forward", counting)
+        for _ in range(2):
+            run(engine, job(num_inference_steps=1))
+        engine.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert counts
+    assert set(counts) == {2}
 
 
 def test_request_that_raises_in_the_middle_fails_alone(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:

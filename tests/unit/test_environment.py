@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from launch.environment import child_environment, device_for, local_processes, threads_for
+from launch.environment import SPINS, child_environment, cores_suffice, device_for, local_processes, threads_for
 from proto.deploy import ArParallelSpec, ArStage, Deploy, DiffusionStage
 from stages.parallel.devices import narrowed, share_of_threads
 
@@ -40,6 +40,21 @@ def test_threads_are_set_before_anything_is_imported_and_they_wait_passively() -
     env, _ = environment(ArStage())
     assert [env[name] for name in COUNTS] == ["4", "4", "4"]
     assert env["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize(("threads", "spins"), [(4, True), (5, False)])
+def test_threads_wait_awake_for_a_moment_only_where_each_has_a_core_of_its_own(threads: int, spins: bool) -> None:
+    stage = ArStage(threads=threads)
+    env, _ = environment(stage, base={"GOMP_SPINCOUNT": "9"})
+    assert env["GOMP_SPINCOUNT"] == str(SPINS if spins else 0)
+
+
+def test_replicas_and_ranks_count_when_cores_are_shared() -> None:
+    two_ranks = ArStage(threads=4, parallel=ArParallelSpec(tensor=2))
+    assert cores_suffice(deploy(thinker=two_ranks), 4)
+    assert not cores_suffice(deploy(thinker=two_ranks), 3)
+    assert not cores_suffice(deploy(painter=DiffusionStage(threads=2, replicas=3)), 5)
+    assert cores_suffice(deploy(painter=DiffusionStage(threads=2, replicas=3, local=2)), 5)
 
 
 def test_the_parents_environment_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
