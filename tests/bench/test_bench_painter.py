@@ -37,6 +37,7 @@ def test_the_painter_bench_draws_the_sheet(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_card_is_not_written_of_a_few_captions(tmp_path: Path) -> None:
-    refused = bench("--count", "20", "--write", str(tmp_path / "measured.json"))
-    assert refused.returncode == 2
-    assert "300 captions at least" in refused.stderr
+    for few in (("--count", "20"), ("--times",)):
+        refused = bench(*few, "--write", str(tmp_path / "measured.json"))
+        assert refused.returncode == 2
+        assert "300 captions at least" in refused.stderr

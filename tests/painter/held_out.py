@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from proto.deploy import DiffusionStage, Kind, LimitsSpec, ModelSpec
+from proto.deploy import Compile, DiffusionEngineSpec, DiffusionStage, Kind, LimitsSpec, ModelSpec
 from proto.ids import Epoch, LeaseId, RequestId, StageName
 from proto.messages import Payload
 from proto.numpy_tensors import from_wire
@@ -50,10 +50,10 @@ def held_out_captions(count: int, seed: int = 0, kinds: Sequence[str] = ("one", 
     return [source.draw(kinds[n % len(kinds)]) for n in range(count)]
 
 
-def load_painter(folder: Path | str) -> DiffusionEngine:
+def load_painter(folder: Path | str, compiled: Compile = Compile.NONE) -> DiffusionEngine:
     """The diffusion engine with the painter of `folder` or demo://NAME."""
     loaded = DiffusionEngine()
-    spec = DiffusionStage(model=ModelSpec(path=str(folder)))
+    spec = DiffusionStage(model=ModelSpec(path=str(folder)), engine=DiffusionEngineSpec(compile=compiled))
     loaded.load(LoadContext(StageName("painter"), spec, LimitsSpec(), "cpu", (), lambda note, done: None))
     return loaded
 

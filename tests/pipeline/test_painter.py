@@ -21,7 +21,7 @@ from stages.diffusion.painter.kv import Thinker, unrotated
 from stages.diffusion.painter.pipeline import PainterPipeline
 from stages.engine import Failed, Finished, Job, LoadContext, PulledPayload
 from tests.models.tiny_ar import build_tiny_llama
-from tests.models.tiny_painter import LAYERS, SIDE, build_tiny_painter
+from tests.models.tiny_kv_painter import LAYERS, SIDE, build_tiny_kv_painter
 from tests.pipeline.batching_cases import drive, ends, forwards, latents_of, load
 from tests.pipeline.harness import ENV, Running, deploy
 
@@ -36,7 +36,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_painter(tmp_path_factory.mktemp("models") / "painter")
+    return build_tiny_kv_painter(tmp_path_factory.mktemp("models") / "painter")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ LAYERS = (0, 1)
 SIDE = 16
 
 
-def build_tiny_painter(folder: Path, *, kv_heads: int = 2, kv_head_dim: int = 16, theta: float = 10000.0) -> Path:
+def build_tiny_kv_painter(folder: Path, *, kv_heads: int = 2, kv_head_dim: int = 16, theta: float = 10000.0) -> Path:
     """Draws 16 x 16 pixels; another prompt gives another picture. The same weights at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
