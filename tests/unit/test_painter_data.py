@@ -26,7 +26,13 @@ from tests.painter.checker import judge
 _COLOUR = "|".join(word for words in COLOUR_WORDS.values() for word in words)
 SAID_ONLY_IN_TESTS = (
     *("^just ", "^a canvas with ", " beside ", " up above ", " down below ", " underneath ", " hovering above "),
-    *(" next to .* next to ", "a column with ", f"over a (?:{_COLOUR}) backdrop", "everything behind is"),
+    *(
+        " next to .* next to ",
+        "a column with ",
+        f"over a (?:{_COLOUR}) backdrop",
+        "everything behind is",
+        "upon a field of",
+    ),
 )
 
 
@@ -63,7 +69,9 @@ def test_captions_for_tests_use_held_out_pairs_and_phrasings() -> None:
     assert seen >= HELD_OUT_PAIRS
     for words in SAID_ONLY_IN_TESTS:
         assert any(re.search(words, caption.text, re.IGNORECASE) for caption in tests), words
-    assert not {caption.text for caption in tests} & {caption.text for caption in several(Split.TRAIN, 3000)}
+    not_held_out = ("placed", "character")
+    said = {caption.text for caption in tests if caption.kind not in not_held_out}
+    assert not said & {caption.text for caption in several(Split.TRAIN, 3000)}
 
 
 def test_every_colour_shape_character_and_relation_is_trained_on() -> None:

@@ -187,8 +187,15 @@ BACKGROUNDS: Final = (
     ", {} all around",
     " set against {}",
     ", the rest is {}",
+    " against a {} backdrop",
+    " in front of a {} backdrop",
+    " on a plain {} backdrop",
+    " over a plain {} background",
+    " over a {} canvas",
+    " on a {} canvas",
+    " with {} in the background",
 )
-HELD_OUT_BACKGROUNDS: Final = (" over a {} backdrop", ", everything behind is {}")
+HELD_OUT_BACKGROUNDS: Final = (" over a {} backdrop", ", everything behind is {}", " upon a field of {}")
 HELD_OUT_FORMS: Final = frozenset(
     {
         "just {0}", "a canvas with {0} painted",
@@ -201,7 +208,7 @@ HELD_OUT_FORMS: Final = frozenset(
 _KINDS: Final[dict[str, float]] = {"one": 0.32, "placed": 0.11, "character": 0.23, "two": 0.27, "three": 0.07}
 """The share of each kind of caption."""
 
-_COLOUR_LAST: Final = {"one": 0.06, "placed": 0.06, "character": 0.3}
+_COLOUR_LAST: Final = {"one": 0.1, "placed": 0.08, "character": 0.3}
 """How often such a caption says "a star in red"."""
 
 
@@ -275,7 +282,7 @@ class Captions:
 
     def _background(self) -> tuple[str, bool]:
         """Its colour, and whether the caption says it."""
-        if self._rng.random() < 0.3:
+        if self._rng.random() < 0.36:
             return "white", False
         return self._rng.choice(list(COLOURS)), True
 
