@@ -26,7 +26,6 @@ from stages.parallel.tensors import bundled
 from tests.models.tiny_diffusion import build_tiny_flux, build_tiny_sd, build_tiny_wan
 from tests.models.tiny_diffusion_families import build_tiny_qwen_image
 
-SIZES: Final = {"flux": 64, "qwen": 64, "wan": 32}
 BUILD: Final = {"flux": build_tiny_flux, "qwen": build_tiny_qwen_image, "wan": build_tiny_wan}
 PROMPTS: Final = ("a small red boat", "a cat", "a blue lake, and the sun goes down behind the hills")
 TOLERANCE: Final = 1e-4
@@ -55,9 +54,12 @@ def drawn(engine: DiffusionEngine, size: int, prompts: tuple[str, ...] = PROMPTS
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DiffusionEngine, DiffusionEngine]]:
-    """The same model on one rank and on two."""
-    yield from pair(tmp_path_factory.mktemp("models") / "flux", "flux")
+def engines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[DiffusionEngine, DiffusionEngine]]:
+    """The same model on one rank and on two: Flux, or the family that a test names. A process can be in one group at a time."""
+    family = getattr(request, "param", "flux")
+    yield from pair(tmp_path_factory.mktemp("models") / family, family)
 
 
 def pair(path: Path, family: str) -> Iterator[tuple[DiffusionEngine, DiffusionEngine]]:
@@ -124,13 +126,14 @@ def test_what_would_change_one_rank_alone_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen", "wan"])
-def test_other_families_draw_on_two_ranks_what_they_draw_on_one(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("engines", "size"), [("qwen", 64), ("wan", 32)], indirect=["engines"])
+def test_other_families_draw_on_two_ranks_what_they_draw_on_one(
+    engines: tuple[DiffusionEngine, DiffusionEngine], size: int
+) -> None:
     """QwenImage with prompts and heads that do not divide by two, Wan with frames."""
-    for one, two in pair(tmp_path / family, family):
-        size = SIZES[family]
-        for found, expected in zip(drawn(two, size), drawn(one, size), strict=True):
-            assert np.abs(found - expected).max() < TOLERANCE
+    one, two = engines
+    for found, expected in zip(drawn(two, size), drawn(one, size), strict=True):
+        assert np.abs(found - expected).max() < TOLERANCE
 
 
 @pytest.mark.parametrize(
