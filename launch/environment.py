@@ -29,7 +29,11 @@ _CUDA: Final = re.compile(r"^cuda:(\d+)$")
 
 def local_processes(deploy: Deploy) -> int:
     """How many stage processes run on this machine, each replica's ranks included."""
-    return sum(stage.local_replicas * stage.parallel.degree for stage in deploy.stages.values())
+    return sum(map(_processes, deploy.stages.values()))
+
+
+def _processes(stage: StageSpec) -> int:
+    return stage.local_replicas * stage.parallel.degree
 
 
 def threads_for(stage: StageSpec, deploy: Deploy, cores: int) -> int:
@@ -42,8 +46,7 @@ def threads_for(stage: StageSpec, deploy: Deploy, cores: int) -> int:
 
 def cores_suffice(deploy: Deploy, cores: int) -> bool:
     """Whether each CPU thread of the stage processes that the launcher starts here has a core of its own."""
-    stages = deploy.stages.values()
-    return sum(one.local_replicas * one.parallel.degree * threads_for(one, deploy, cores) for one in stages) <= cores
+    return sum(_processes(one) * threads_for(one, deploy, cores) for one in deploy.stages.values()) <= cores
 
 
 def device_for(stage: StageSpec, replica: int) -> str:

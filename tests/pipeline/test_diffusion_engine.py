@@ -491,28 +491,32 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def thread_counts(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> set[int]:
+    """Filled with how many CPU threads each call of the method may use."""
+    counts: set[int] = set()
+    original = getattr(owner, method)
+
+    @functools.wraps(original)
+    def counting(*args: Json, **kwargs: Json) -> Json:
+        counts.add(torch.get_num_threads())
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, counting)
+    return counts
+
+
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(("name", "glue"), [("sd3", 1), ("stable_audio", 2)])
 def test_only_the_engine_computes_with_all_threads_where_all_that_is_heavy_is_its(
     name: str, glue: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stable Audio's projection model is no site, so its fibers keep all threads."""
-    counts: dict[str, set[int]] = {"model": set(), "glue": set()}
-
-    def watch(owner: type, method: str, what: str) -> None:
-        original = getattr(owner, method)
-
-        @functools.wraps(original)
-        def counting(*args: Json, **kwargs: Json) -> Json:
-            counts[what].add(torch.get_num_threads())
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, method, counting)
-
     engine = engines(name)
     pipe = engine._painter.pipe
-    watch(torch.nn.Linear, "forward", "model")
-    watch(type(pipe.scheduler), "step", "glue")
+    counts = {
+        "model": thread_counts(monkeypatch, torch.nn.Linear, "forward"),
+        "glue": thread_counts(monkeypatch, type(pipe.scheduler), "step"),
+    }
     run(engine, job(emit=("audio" if name == "stable_audio" else "image",), num_inference_steps=2))
     assert counts == {"model": {2}, "glue": {glue}}
 
@@ -521,16 +525,11 @@ def test_only_the_engine_computes_with_all_threads_where_all_that_is_heavy_is_it
 def test_an_engine_in_a_thread_of_its_own_keeps_its_threads_from_request_to_request(
     load: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts: list[int] = []
-    forward = torch.nn.Linear.forward
-
-    def counting(module: torch.nn.Linear, given: torch.Tensor) -> torch.Tensor:
-        counts.append(torch.get_num_threads())
-        return forward(module, given)
+    counts = thread_counts(monkeypatch, torch.nn.Linear, "forward")
 
     def serve() -> None:
         engine = load("sd3")
-        monkeypatch.setattr(torch.nn.Linear, "forward", counting)
+        counts.clear()
         for _ in range(2):
             run(engine, job(num_inference_steps=1))
         engine.close()
@@ -538,8 +537,7 @@ def test_an_engine_in_a_thread_of_its_own_keeps_its_threads_from_request_to_requ
     thread = threading.Thread(target=serve)
     thread.start()
     thread.join()
-    assert counts
-    assert set(counts) == {2}
+    assert counts == {2}
 
 
 def test_request_that_raises_in_the_middle_fails_alone(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
